@@ -1,0 +1,415 @@
+"""The paper's controller as two pure functions over arrays (arXiv 2606.00539, Algorithms 1 and 2).
+
+``init`` makes a :class:`State`, ``update`` reads the gradient norms of step t and decides which units
+run on the recovery path at step t + 1. Both are written once against the Python array API standard, so
+that the same lines run on NumPy, on PyTorch tensors of any device without a host sync, and inside
+``jax.jit``. :class:`Controller` is the stateful convenience over them.
+
+    >>> import numpy as np
+    >>> policy = Policy(max_active=1)
+    >>> state = init(policy, n_units=3)
+    >>> for norms in ([1.0, 2.0, 3.0], [1.0, 2.0, 9.0]):
+    ...     state, decision = update(policy, state, np.array(norms))
+    >>> decision.gnmr.tolist(), decision.active.tolist()
+    ([1.0, 1.0, 3.0], [False, False, True])
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from gnmr.errors import GnmrWarning, StateError
+from gnmr.policy import Ema, Policy, Schedule, Window, breakpoints
+
+Array = Any
+"""An array of any library that follows the Python array API standard."""
+
+SCHEMA = 1
+
+
+class State(NamedTuple):
+    """What the controller remembers; N units, δ = ``policy.window``."""
+
+    step: Array  # () int64: steps seen
+    count: Array  # (N,) int64: norms absorbed, the unit's own clock
+    mean: Array  # (N,) float64: A, the long-horizon mean of the absorbed norms
+    queue: Array  # (δ, N) float64: Q, the last GNMR values, oldest first; min(count, δ) are filled
+    past: Array  # (n, N) float64: the last n norms under Window(n), else n = 0
+    active: Array  # (N,) bool: on the recovery path at step ``step + 1``
+    lock: Array  # (N,) int64: updates that the unit stays a candidate
+
+
+class Decision(NamedTuple):
+    """What one step's norms led to; all arrays are (N,) but the first and the last, which are ()."""
+
+    step: Array  # int64: 1-based number of the step whose gradients were read
+    gnmr: Array  # float64: n / (A + eps)
+    delta_gnmr: Array  # float64: GNMR / (mean(Q) + eps)
+    risk: Array  # float64: max(GNMR / α, ΔGNMR / β)
+    exceeds: Array  # bool: risk > 1
+    active: Array  # bool: on the recovery path at step ``step + 1``
+    lock: Array  # int64
+    nonfinite: Array  # bool: observed, and NaN or Inf
+    global_fault: Array  # bool: more than half of the observed units are non-finite
+
+
+def init(policy: Policy, n_units: int, xp: ModuleType = np, device: Any = None) -> State:
+    """Return the state before the first step: empty histories, every unit active if there is a warm-up.
+
+    Args:
+        policy: the settings, with its schedules in steps.
+        n_units: N >= 1.
+        xp: the array library; with JAX, 64-bit types must be enabled.
+        device: where the arrays live; ``None`` is the library's default.
+
+    Raises:
+        ValueError: ``n_units`` < 1, or the policy still holds fractions of a run.
+    """
+    if n_units < 1:
+        raise ValueError(f"n_units must be >= 1, got {n_units!r}")
+    if not policy.resolved:
+        raise ValueError(
+            "the policy's schedule is in fractions of a run: call policy.resolve(total_steps) first"
+        )
+    xp = array_api_compat.array_namespace(xp.empty(0))
+    past = policy.history.length if isinstance(policy.history, Window) else 0
+    ints: dict[str, Any] = {"dtype": xp.int64, "device": device}
+    reals: dict[str, Any] = {"dtype": xp.float64, "device": device}
+    return State(
+        step=xp.zeros((), **ints),
+        count=xp.zeros(n_units, **ints),
+        mean=xp.zeros(n_units, **reals),
+        queue=xp.zeros((policy.window, n_units), **reals),
+        past=xp.zeros((past, n_units), **reals),
+        active=xp.full(n_units, policy.warmup_steps > 0, dtype=xp.bool, device=device),
+        lock=xp.zeros(n_units, **ints),
+    )
+
+
+def update(
+    policy: Policy, state: State, norms: Array, observed: Array | None = None
+) -> tuple[State, Decision]:
+    """Read the gradients of one step and decide the paths of the next.
+
+    Args:
+        policy: the settings, the same at every step.
+        state: what :func:`init` or the last update returned; it is not changed.
+        norms: (N,) float64, L2 norms of the true gradient: accumulated over micro-batches, reduced
+            over ranks, unscaled, not clipped.
+        observed: (N,) bool, False where the unit got no gradient this step; ``None``: all were.
+
+    Returns:
+        The next state and the :class:`Decision`.
+    """
+    xp = array_api_compat.array_namespace(norms)
+    if observed is None:
+        observed = xp.ones_like(norms, dtype=xp.bool)
+    step = state.step + 1
+
+    # Algorithm 1. A norm whose ratio overflows is as useless as an Inf, and treated as one.
+    fresh = (state.count == 0) | (state.mean == 0)
+    ratio = norms / (xp.where(fresh, xp.ones_like(norms), state.mean) + policy.eps)
+    finite = xp.isfinite(norms) & xp.isfinite(ratio)
+    nonfinite = observed & ~finite
+    global_fault = 2 * xp.sum(nonfinite) > xp.sum(observed)
+    ready = observed & finite
+
+    gnmr = xp.where(ready & ~fresh, ratio, xp.ones_like(norms))
+    usual = _mean_of_rows(xp, state.queue) + policy.eps
+    delta = xp.where(ready & (state.count >= policy.window), gnmr / usual, xp.ones_like(norms))
+    risk = _risk(xp, policy, step, gnmr, delta)
+    risk = xp.where(ready, risk, xp.zeros_like(risk))
+    gnmr, delta, risk = (
+        xp.where(nonfinite, xp.full_like(value, xp.inf), value) for value in (gnmr, delta, risk)
+    )
+    absorbed = _absorb(xp, policy, state, norms, gnmr, ready & ~global_fault)
+
+    # Algorithm 2
+    exceeds = risk > 1
+    active = _top(xp, risk, exceeds | (state.lock > 0), policy.max_active)
+    held = xp.where(state.lock > 0, state.lock - 1, state.lock)
+    lock = xp.where(exceeds, xp.full_like(held, policy.lock_steps), held)
+    lock = xp.where(active, lock, xp.zeros_like(lock))
+
+    # A fault everywhere blames nobody: the last choice stands. The warm-up's "everyone" is no choice.
+    chosen = state.active & (step > policy.warmup_steps)
+    active = xp.where(global_fault, chosen, active)
+    lock = xp.where(global_fault, state.lock, lock)
+    warming = step < policy.warmup_steps
+    active = active | warming
+    lock = xp.where(warming, xp.zeros_like(lock), lock)
+
+    state = absorbed._replace(step=step, active=active, lock=lock)
+    decision = Decision(
+        step, gnmr, delta, risk, exceeds, active, lock, nonfinite, global_fault
+    )
+    return state, decision
+
+
+def _mean_of_rows(xp: ModuleType, rows: Array) -> Array:
+    # Row by row: the order of the sum, and so its last bit, is the same in every library.
+    total = rows[0, :]
+    for index in range(1, rows.shape[0]):
+        total = total + rows[index, :]
+    return total / rows.shape[0]
+
+
+def _threshold(xp: ModuleType, value: float | Schedule, step: Array, like: Array) -> Array:
+    pieces = breakpoints(value)
+    found = pieces[0][1] if len(pieces) == 1 else xp.full_like(like[:1], pieces[0][1])
+    for first, number in pieces[1:]:
+        found = xp.where(step >= first, xp.full_like(found, number), found)
+    return found
+
+
+def _risk(xp: ModuleType, policy: Policy, step: Array, gnmr: Array, delta: Array) -> Array:
+    risk = gnmr / _threshold(xp, policy.alpha, step, gnmr)
+    if policy.beta is None:
+        return risk
+    return xp.maximum(risk, delta / _threshold(xp, policy.beta, step, delta))
+
+
+def _absorb(
+    xp: ModuleType, policy: Policy, state: State, norms: Array, gnmr: Array, ready: Array
+) -> State:
+    """Add this step's norms to the histories of the units in ``ready``."""
+    norms = xp.where(ready, norms, state.mean)
+    count = state.count + xp.astype(ready, state.count.dtype)
+    own_clock = xp.astype(xp.where(count > 0, count, xp.ones_like(count)), norms.dtype)
+    past = state.past
+    if isinstance(policy.history, Window):
+        past = _push(xp, past, norms, ready)
+        filled = xp.minimum(own_clock, xp.full_like(own_clock, policy.history.length))
+        mean = xp.where(ready, _mean_of_rows(xp, past) * policy.history.length / filled, state.mean)
+    else:
+        weight = 1 / own_clock
+        if isinstance(policy.history, Ema):
+            weight = xp.maximum(weight, xp.full_like(weight, 1 - policy.history.decay))
+        mean = state.mean + (norms - state.mean) * weight
+    return state._replace(
+        count=count, mean=mean, queue=_push(xp, state.queue, gnmr, ready), past=past
+    )
+
+
+def _push(xp: ModuleType, rows: Array, newest: Array, where: Array) -> Array:
+    """Drop the oldest row and add ``newest`` at the end, in the columns of ``where``."""
+    pushed = xp.concat([rows[1:, :], newest[None, :]], axis=0)
+    return xp.where(where[None, :], pushed, rows)
+
+
+def _top(xp: ModuleType, risk: Array, candidate: Array, k: int) -> Array:
+    """Mark the k candidates of highest risk, without a data-dependent shape.
+
+    Equal finite risks: the lower index first. Equal infinite risks: the higher index first, since a
+    non-finite gradient spreads to every unit before the one it was born in.
+    """
+    k = min(k, risk.shape[0])
+    if k == 0:
+        return xp.zeros_like(candidate)
+    score = xp.where(candidate, risk, xp.full_like(risk, -1.0))
+    least = _kth_largest(xp, score, k)
+    above = score > least
+    tied = candidate & (score == least)
+    from_low = xp.cumulative_sum(xp.astype(tied, xp.int64))
+    from_high = from_low[-1] - from_low + 1
+    rank = xp.where(xp.isinf(least), from_high, from_low)
+    return above | (tied & (rank <= k - xp.sum(xp.astype(above, xp.int64))))
+
+
+def _kth_largest(xp: ModuleType, values: Array, k: int) -> Array:
+    # The standard has only a full sort; a library's own selection is several times faster.
+    if hasattr(xp, "partition"):
+        return xp.partition(values, values.shape[0] - k)[values.shape[0] - k]
+    if hasattr(xp, "kthvalue"):
+        return xp.kthvalue(values, values.shape[0] - k + 1).values
+    return xp.sort(values)[values.shape[0] - k]
+
+
+class Controller:
+    """The controller with its state held for you.
+
+    Args:
+        n_units: N >= 1.
+        policy: the settings, with its schedules in steps.
+        units: N unit names in forward order; ``None`` names them "0", "1", ...
+        xp: the array library of the norms.
+        device: where the state lives.
+
+    Raises:
+        ValueError: see :func:`init`; or the names are not N distinct strings.
+
+    Examples:
+        >>> controller = Controller(2, Policy(max_active=1), units=["a", "b"])
+        >>> controller.update([1.0, 1.0]).active.tolist()
+        [False, False]
+        >>> controller.update([4.0, 1.0]).active.tolist()
+        [True, False]
+    """
+
+    def __init__(
+        self,
+        n_units: int,
+        policy: Policy,
+        units: Sequence[str] | None = None,
+        xp: ModuleType = np,
+        device: Any = None,
+    ) -> None:
+        names = [str(i) for i in range(n_units)] if units is None else list(units)
+        if len(names) != n_units or len(set(names)) != n_units:
+            raise ValueError(f"units must be {n_units} distinct names, got {names!r}")
+        self.policy = policy
+        self.units = tuple(names)
+        self.state = init(policy, n_units, xp, device)
+        self._xp, self._device = xp, device
+
+    @property
+    def active(self) -> Array:
+        """(N,) bool: the units on the recovery path at the next step."""
+        return self.state.active
+
+    @property
+    def step(self) -> int:
+        """How many steps have been seen (a host sync on an accelerator)."""
+        return int(self.state.step)
+
+    def update(self, norms: Array, observed: Array | None = None) -> Decision:
+        """Read the norms of one step; see :func:`update`. Lists are taken as NumPy arrays.
+
+        Raises:
+            ValueError: a wrong shape, or (on NumPy, where looking costs no sync) a negative norm.
+        """
+        if self._xp is np:
+            norms = np.asarray(norms, dtype=np.float64)
+            observed = None if observed is None else np.asarray(observed, dtype=np.bool_)
+        shape = (len(self.units),)
+        for name, value in (("norms", norms), ("observed", observed)):
+            if value is not None and tuple(value.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+        if self._xp is np:
+            if (norms < 0).any():
+                worst = int(np.nanargmin(norms))
+                raise ValueError(
+                    f"norms must be >= 0, got {norms[worst]} for unit {self.units[worst]!r}"
+                )
+            with np.errstate(over="ignore", invalid="ignore"):
+                return self._decide(norms, observed)
+        return self._decide(norms, observed)
+
+    def _decide(self, norms: Array, observed: Array | None) -> Decision:
+        self.state, decision = update(self.policy, self.state, norms, observed)
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that decides, as one flat dict of JSON-able values.
+
+        Floats survive JSON bit for bit, and ``torch.load(weights_only=True)`` takes it.
+        """
+        lists = {name: value.tolist() for name, value in self.state._asdict().items()}
+        return {
+            "schema": SCHEMA,
+            "policy": self.policy.to_dict(),
+            "units": list(self.units),
+            **lists,
+        }
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False
+    ) -> None:
+        """Go on from a saved state; units that only one side knows are warned about by name.
+
+        Units are matched by name: what matches keeps its history, the rest starts fresh.
+
+        Raises:
+            StateError: not a controller state, another schema, or another policy (the message says
+                which field) unless ``allow_policy_change``.
+        """
+        _check(state_dict, self.policy, allow_policy_change)
+        saved = {name: i for i, name in enumerate(state_dict["units"])}
+        fresh = init(self.policy, len(self.units), np)
+        step = np.asarray(state_dict["step"], dtype=np.int64)
+        # A new unit starts with the others, not in a warm-up of its own.
+        start = fresh.active & (step < self.policy.warmup_steps)
+        values = fresh._replace(step=step, active=start)._asdict()
+        mine = [i for i, name in enumerate(self.units) if name in saved]
+        theirs = [saved[self.units[i]] for i in mine]
+        for name in ("count", "mean", "queue", "past", "active", "lock"):
+            old = np.asarray(state_dict[name], dtype=values[name].dtype)
+            old = old.reshape(*values[name].shape[:-1], len(saved)) if _fits(values[name], old) else None
+            if old is not None:
+                values[name] = values[name].copy()
+                values[name][..., mine] = old[..., theirs]
+        values = _without_stale_queue(values, state_dict, mine, theirs, self.policy)
+        _warn_of_strangers(self.units, tuple(saved))
+        xp = array_api_compat.array_namespace(self._xp.empty(0))
+        self.state = State(**{k: xp.asarray(v, device=self._device) for k, v in values.items()})
+
+
+def _fits(new: Array, old: Array) -> bool:
+    return old.ndim == new.ndim and old.shape[:-1] == new.shape[:-1] or old.size == 0 == new.size
+
+
+def _without_stale_queue(
+    values: dict[str, Any],
+    state_dict: Mapping[str, Any],
+    mine: list[int],
+    theirs: list[int],
+    policy: Policy,
+) -> dict[str, Any]:
+    """Restart the units' own clocks where an allowed policy change altered a queue's length."""
+    queue = np.asarray(state_dict["queue"], dtype=np.float64)
+    past = len(state_dict["past"])
+    if len(queue) == policy.window and past == values["past"].shape[0]:
+        return values
+    warnings.warn(
+        "the saved histories have another length than the policy asks for: statistics start fresh",
+        GnmrWarning,
+        stacklevel=3,
+    )
+    return values | {
+        "count": np.zeros_like(values["count"]),
+        "mean": np.zeros_like(values["mean"]),
+    }
+
+
+def _check(saved: Mapping[str, Any], policy: Policy, allow_policy_change: bool) -> None:
+    wanted = {"schema", "policy", "units", *State._fields}
+    missing = sorted(wanted - set(saved))
+    if missing:
+        raise StateError(f"this is no controller state: it has no {missing[0]!r}")
+    if saved["schema"] != SCHEMA:
+        raise StateError(
+            f"the state has schema {saved['schema']!r}, and this gnmr reads {SCHEMA}; "
+            "load it with the version that wrote it"
+        )
+    mine = policy.to_dict()
+    changed = [name for name in mine if saved["policy"].get(name) != mine[name]]
+    if changed and not allow_policy_change:
+        name = changed[0]
+        raise StateError(
+            f"the state was saved under policy.{name} = {saved['policy'].get(name)!r}, and now it is "
+            f"{mine[name]!r}; go on with the old value, or pass allow_policy_change=True"
+        )
+
+
+def _warn_of_strangers(mine: tuple[str, ...], saved: tuple[str, ...]) -> None:
+    new = [name for name in mine if name not in set(saved)]
+    gone = [name for name in saved if name not in set(mine)]
+    if new:
+        warnings.warn(
+            f"no saved history for {_names(new)}: they start fresh", GnmrWarning, stacklevel=3
+        )
+    if gone:
+        warnings.warn(
+            f"the saved history of {_names(gone)} fits no unit and is dropped",
+            GnmrWarning,
+            stacklevel=3,
+        )
+
+
+def _names(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

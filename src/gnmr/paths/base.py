@@ -1,0 +1,179 @@
+"""The protocol between the guard and a backend: a low-cost and a recovery path for each unit.
+
+A backend gives five things: what it installs (:meth:`Paths.attach`), how it takes that away again
+(:meth:`Paths.detach`), a switch (:meth:`Paths.switch`), a read-back of what ran (:meth:`Paths.ran`)
+and its bytes (:meth:`Paths.held_bytes`). The guard calls :meth:`Paths.switch` only between the backward
+of one step and the forward of the next, so a backend may rely on its plan being the same for all
+micro-batches of a step and for the recompute of activation checkpointing.
+
+Most backends replace the forward of a unit's linear operators. They subclass :class:`OperatorPaths`,
+which installs, counts and restores, and write two methods. A complete backend that stores nothing new and
+rounds the input of a unit on its low path:
+
+    >>> import torch
+    >>> from gnmr.paths.base import OperatorPaths
+    >>> class RoundedInput(OperatorPaths):
+    ...     def low(self, operator, x):
+    ...         return operator.plain(x.to(torch.bfloat16).to(x.dtype))
+    ...
+    ...     def high(self, operator, x):
+    ...         return operator.plain(x)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gnmr.errors import PathError
+from gnmr.pytorch.units import Operator, Unit
+
+LOW, HIGH = 0, 1
+"""Rows of the read-back and of the bytes: the low-cost path, the recovery path."""
+
+
+class Paths(ABC):
+    """What a backend gives the recoverable units of a model. N units."""
+
+    @abstractmethod
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Install the paths; every unit starts on the low-cost one.
+
+        Must not rename a parameter or change a ``state_dict`` key.
+
+        Raises:
+            gnmr.UnitError: a unit offers nothing that this backend can switch.
+        """
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Leave the model as it was before :meth:`attach`."""
+
+    @abstractmethod
+    def switch(self, unit: int, recover: bool) -> None:
+        """Move one unit; called at step boundaries only, and only for units that change."""
+
+    @abstractmethod
+    def ran(self) -> NDArray[np.int64]:
+        """Return (2, N) counts: forwards on the low-cost and on the recovery path since the last call.
+
+        This is the read-back: it must count what ran, not what was asked for.
+        """
+
+    @abstractmethod
+    def held_bytes(self) -> NDArray[np.int64]:
+        """Return (2, N): bytes that a unit holds for backward on the low-cost and the recovery path.
+
+        For the shapes last seen; zeros before the first forward.
+        """
+
+    def end_step(self, step: int) -> None:
+        """Hear that the gradients of ``step`` are complete and the next plan is set."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the backend's settings as JSON-able values, for traces and reports."""
+        return {"kind": type(self).__name__}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs (scales, counters) as JSON-able values."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+
+
+class OperatorPaths(Paths):
+    """A backend that replaces the forward of each operator of a unit, in training mode only.
+
+    In ``eval`` mode an operator runs as it did before: the low-cost path is a training path, so that
+    a model is always evaluated the same way.
+    """
+
+    def __init__(self) -> None:
+        self.units: Sequence[Unit] = ()
+        self.operators: list[Operator] = []
+        self._routes: list[_Route] = []
+        self._counts = np.zeros((2, 0), dtype=np.int64)
+
+    @abstractmethod
+    def low(self, operator: Operator, x: Tensor) -> Tensor:
+        """Run the operator on its low-cost path."""
+
+    @abstractmethod
+    def high(self, operator: Operator, x: Tensor) -> Tensor:
+        """Run the operator on its recovery path."""
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Replace the forward of every operator of ``units``."""
+        if self.units:
+            raise PathError(
+                f"this {type(self).__name__} is attached already: detach its guard first, "
+                "or make another one for the second model"
+            )
+        self.units = tuple(units)
+        self._counts = np.zeros((2, len(units)), dtype=np.int64)
+        self._routes = [_Route(self._counts, unit.index) for unit in units]
+        self.operators = [operator for unit in units for operator in unit.operators]
+        for unit, route in zip(units, self._routes, strict=True):
+            for operator in unit.operators:
+                operator.module.forward = partial(_forward, self, operator, route)  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Give every operator its own forward back."""
+        for operator in self.operators:
+            operator.restore()
+        self.units, self.operators, self._routes = (), [], []
+
+    def switch(self, unit: int, recover: bool) -> None:
+        """Move one unit to its recovery path, or back."""
+        self._routes[unit].recover = recover
+
+    def ran(self) -> NDArray[np.int64]:
+        """Return and reset the (2, N) forward counts of both paths."""
+        counts = self._counts.copy()
+        self._counts[:] = 0
+        return counts
+
+
+class _Route:
+    """One unit's switch and its two counters, shared by its operators."""
+
+    __slots__ = ("_counts", "calls", "recover", "unit")
+
+    def __init__(self, counts: NDArray[np.int64], unit: int) -> None:
+        self.recover = False
+        self.unit = unit
+        self._counts = counts
+        # The same memory as the counts, one element for each path: a compiled graph ticks it.
+        self.calls = torch.from_numpy(counts)[:, unit]
+
+    def tick(self, path: int) -> None:
+        self._counts[path, self.unit] += 1
+
+
+@torch.library.custom_op("gnmr::tick", mutates_args={"calls"})
+def _tick(calls: Tensor, path: int) -> None:
+    calls[path] += 1
+
+
+@_tick.register_fake
+def _(calls: Tensor, path: int) -> None:
+    return None
+
+
+def _forward(paths: OperatorPaths, operator: Operator, route: _Route, x: Tensor) -> Tensor:
+    if not operator.module.training:
+        return operator.plain(x)
+    path = HIGH if route.recover else LOW
+    if torch.compiler.is_compiling():
+        _tick(route.calls, path)  # a graph has no Python to count with
+    else:
+        route.tick(path)
+    return paths.high(operator, x) if path == HIGH else paths.low(operator, x)
+
+

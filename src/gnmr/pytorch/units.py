@@ -1,0 +1,268 @@
+"""Which parts of a model are units: an operator, a block, or a group of the user's own."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnmr.errors import UnitError
+
+PROJECTIONS = frozenset(
+    # LLaMA, Mistral, Qwen, Gemma, Phi-3 (fused), OPT, Phi, GPT-NeoX, GPT-2, torchtitan
+    """
+    q_proj k_proj v_proj o_proj gate_proj up_proj down_proj
+    qkv_proj gate_up_proj
+    out_proj fc1 fc2
+    dense
+    query_key_value dense_h_to_4h dense_4h_to_h
+    c_attn c_proj c_fc
+    wq wk wv wo w1 w2 w3
+    """.split()
+)
+"""Last names of the attention and MLP projections in the common decoder families."""
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "base_layer.")
+
+FilterFn = Callable[[nn.Module, str], bool]
+Granularity = Literal["operator", "block"] | Callable[[str], str] | Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """A linear operator ``y = x W^T + b`` of a unit.
+
+    Attributes:
+        fqn: the name in the model, free of what wrappers add.
+        module: ``nn.Linear`` or GPT-2's ``Conv1D``.
+    """
+
+    fqn: str
+    module: nn.Module
+    _own_forward: Any = field(default=None, repr=False)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the weight is stored as (in, out)."""
+        return not isinstance(self.module, nn.Linear)
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in) weight; a view where the module stores its transpose."""
+        weight = self.module.weight
+        return weight.t() if self.transposed else weight  # type: ignore[operator, return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,) bias, or None."""
+        return self.module.bias  # type: ignore[return-value]
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Run the operator as the model would without gnmr."""
+        if self._own_forward is not None:
+            return self._own_forward(x)  # type: ignore[no-any-return]
+        return type(self.module).forward(self.module, x)  # type: ignore[no-any-return, arg-type]
+
+    def linear(self, x: Tensor) -> Tensor:
+        """Run ``F.linear`` on the operator's weight and bias."""
+        return F.linear(x, self.weight, self.bias)
+
+    def restore(self) -> None:
+        """Give the module the forward that it had before gnmr."""
+        self.module.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self.module.forward = self._own_forward  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One entry of the controller: operators that share a decision.
+
+    Attributes:
+        name: unique in the model.
+        index: its place in forward order, and in every (N,) array.
+        operators: at least one.
+        params: the trainable parameters whose gradient is the unit's, each once.
+    """
+
+    name: str
+    index: int
+    operators: tuple[Operator, ...]
+    params: tuple[nn.Parameter, ...]
+
+
+def find_units(
+    model: nn.Module,
+    *,
+    filter_fn: FilterFn | None = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] = (),
+    granularity: Granularity = "operator",
+) -> tuple[Unit, ...]:
+    """Find the units of a model.
+
+    By default these are the attention and MLP projections inside the decoder layers (paper, setting A),
+    never embeddings, norms or the head.
+
+    Args:
+        model: the model, before or after wrapping.
+        filter_fn: ``filter_fn(module, fqn) -> bool`` in place of the default rule; only linear operators
+            are asked about.
+        include: FQN globs in place of the default rule (``"*.mlp.*"``); with ``filter_fn``, both must hold.
+        exclude: FQN globs to leave out.
+        granularity: ``"operator"``: each linear is a unit; ``"block"``: a decoder layer is one, with all its
+            eligible linears; a function from FQN to group name; or a mapping from group name to FQN globs.
+
+    Returns:
+        Units in the order of the model's modules.
+
+    Raises:
+        gnmr.UnitError: nothing matches (the message lists the linears that there are), a unit has no
+            trainable parameter, or a group of the mapping matches nothing or overlaps another.
+
+    Examples:
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(4, 4)})])})
+        >>> [unit.name for unit in find_units(model)]
+        ['layers.0.q_proj']
+    """
+    linears = _linears(model)
+    wanted, unwanted = _globs(include), _globs(exclude) or ()
+    chosen = [
+        operator
+        for operator in linears
+        if _eligible(operator, filter_fn, wanted)
+        and not any(fnmatchcase(operator.fqn, glob) for glob in unwanted)
+    ]
+    if not chosen:
+        raise UnitError(_nothing_matches(linears, filter_fn, wanted, unwanted))
+    groups = _group(chosen, granularity)
+    units = [
+        Unit(name, index, tuple(operators), _trainable(operators))
+        for index, (name, operators) in enumerate(groups.items())
+    ]
+    frozen = [unit.name for unit in units if not unit.params]
+    if frozen:
+        raise UnitError(
+            f"unit {frozen[0]!r} has no trainable parameter ({len(frozen)} of {len(units)} units), "
+            "so it has no gradient to watch: leave it out with exclude=..., or unfreeze it"
+        )
+    return tuple(units)
+
+
+def canonical_fqn(name: str) -> str:
+    """Return a module's name without what compile, checkpoint, FSDP and PEFT wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes ``x W^T + b``: ``nn.Linear``, or GPT-2's transposed ``Conv1D``."""
+    # transformers.pytorch_utils.Conv1D is told by its name, so that transformers is not needed.
+    conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return isinstance(module, nn.Linear) or conv1d
+
+
+def block_of(fqn: str) -> str | None:
+    """Return the decoder layer that a module is in: its name up to the first list index, or None."""
+    match = re.match(r"(.*?\.\d+)\.", f".{fqn}")
+    return match.group(1).removeprefix(".") if match else None
+
+
+def _linears(model: nn.Module) -> list[Operator]:
+    found = []
+    for name, module in model.named_modules():
+        if is_linear(module):
+            fqn = canonical_fqn(f"{name}.").removesuffix(".")
+            found.append(Operator(fqn, module, module.__dict__.get("forward")))
+    return found
+
+
+def _eligible(
+    operator: Operator, filter_fn: FilterFn | None, include: tuple[str, ...] | None
+) -> bool:
+    if filter_fn is None and include is None:
+        return block_of(operator.fqn) is not None and operator.fqn.split(".")[-1] in PROJECTIONS
+    if filter_fn is not None and not filter_fn(operator.module, operator.fqn):
+        return False
+    return include is None or any(fnmatchcase(operator.fqn, glob) for glob in include)
+
+
+def _globs(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _group(operators: list[Operator], granularity: Granularity) -> dict[str, list[Operator]]:
+    if granularity == "operator":
+        return {operator.fqn: [operator] for operator in operators}
+    if isinstance(granularity, Mapping):
+        return _by_globs(operators, granularity)
+    if granularity == "block":
+        name_of: Callable[[str], str | None] = block_of
+    elif callable(granularity):
+        name_of = granularity
+    else:
+        raise ValueError(
+            "granularity must be 'operator', 'block', a function from FQN to group name, or a "
+            f"mapping from group name to FQN globs, got {granularity!r}"
+        )
+    groups: dict[str, list[Operator]] = {}
+    for operator in operators:
+        name = name_of(operator.fqn)
+        if name is None:
+            raise UnitError(f"{operator.fqn!r} is in no block: leave it out, or name its group")
+        groups.setdefault(name, []).append(operator)
+    return groups
+
+
+def _by_globs(
+    operators: list[Operator], groups: Mapping[str, Sequence[str]]
+) -> dict[str, list[Operator]]:
+    found: dict[str, list[Operator]] = {}
+    taken: dict[str, str] = {}
+    for name, globs in groups.items():
+        members = [
+            op for op in operators if any(fnmatchcase(op.fqn, g) for g in _globs(globs) or ())
+        ]
+        if not members:
+            raise UnitError(f"group {name!r} matches no eligible operator: {list(globs)!r}")
+        for operator in members:
+            other = taken.setdefault(operator.fqn, name)
+            if other != name:
+                raise UnitError(f"{operator.fqn!r} is in two groups, {other!r} and {name!r}")
+        found[name] = members
+    first = {op.fqn: i for i, op in enumerate(operators)}
+    return dict(sorted(found.items(), key=lambda item: first[item[1][0].fqn]))
+
+
+def _trainable(operators: Iterable[Operator]) -> tuple[nn.Parameter, ...]:
+    params = (p for op in operators for p in op.module.parameters() if p.requires_grad)
+    return tuple(dict.fromkeys(params))
+
+
+def _nothing_matches(
+    linears: list[Operator],
+    filter_fn: FilterFn | None,
+    include: tuple[str, ...] | None,
+    exclude: tuple[str, ...],
+) -> str:
+    if not linears:
+        return "the model has no nn.Linear (nor Conv1D), so it has no unit"
+    asked = f"include={include!r}" if include is not None else "the default projections"
+    if filter_fn is not None:
+        asked = "filter_fn"
+    if exclude:
+        asked += f" without exclude={exclude!r}"
+    names = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", op.fqn) for op in linears))
+    close = difflib.get_close_matches(include[0], names, n=1) if include else []
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return (
+        f"no linear operator matches {asked}{hint} The model's linears are: {', '.join(names[:20])}. "
+        "Name the ones to watch with include=[...] or filter_fn."
+    )
