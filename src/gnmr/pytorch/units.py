@@ -14,15 +14,7 @@ from gnmr.errors import UnitError
 
 PROJECTIONS = frozenset(
     # LLaMA, Mistral, Qwen, Gemma, Phi-3 (fused), OPT, Phi, GPT-NeoX, GPT-2, torchtitan
-    """
-    q_proj k_proj v_proj o_proj gate_proj up_proj down_proj
-    qkv_proj gate_up_proj
-    out_proj fc1 fc2
-    dense
-    query_key_value dense_h_to_4h dense_4h_to_h
-    c_attn c_proj c_fc
-    wq wk wv wo w1 w2 w3
-    """.split()
+    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj", "out_proj", "fc1", "fc2", "dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h", "c_attn", "c_proj", "c_fc", "wq", "wk", "wv", "wo", "w1", "w2", "w3"]
 )
 """Last names of the attention and MLP projections in the common decoder families."""
 
@@ -54,7 +46,7 @@ class Operator:
     def weight(self) -> Tensor:
         """(out, in) weight; a view where the module stores its transpose."""
         weight = self.module.weight
-        return weight.t() if self.transposed else weight  # type: ignore[operator, return-value]
+        return weight.t() if self.transposed else weight
 
     @property
     def bias(self) -> Tensor | None:
@@ -65,7 +57,7 @@ class Operator:
         """Run the operator as the model would without gnmr."""
         if self._own_forward is not None:
             return self._own_forward(x)  # type: ignore[no-any-return]
-        return type(self.module).forward(self.module, x)  # type: ignore[no-any-return, arg-type]
+        return type(self.module).forward(self.module, x)
 
     def linear(self, x: Tensor) -> Tensor:
         """Run ``F.linear`` on the operator's weight and bias."""
@@ -75,7 +67,7 @@ class Operator:
         """Give the module the forward that it had before gnmr."""
         self.module.__dict__.pop("forward", None)
         if self._own_forward is not None:
-            self.module.forward = self._own_forward  # type: ignore[method-assign]
+            self.module.forward = self._own_forward
 
 
 @dataclass(frozen=True, eq=False)

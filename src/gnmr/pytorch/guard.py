@@ -1,0 +1,414 @@
+"""The guard: monitor, controller, paths and recorder, tied to a model and called once a step.
+
+The training loop, with gnmr's place in it::
+
+    for each step t:
+        for each micro-batch:
+            forward, backward             # units run on the paths of plan t
+        guard.step()                      # reads the gradients of step t, sets plan t + 1
+        guard.clip_grad_norm_(1.0)        # optional: reuses the norms just read
+        optimizer.step()
+        optimizer.zero_grad()
+
+``guard.step()`` stands after the last backward (the gradient is accumulated and reduced), after the loss scale is
+taken out, and before clipping (which turns one Inf into NaN everywhere).
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gnmr.controller import Controller, Decision
+from gnmr.errors import GnmrWarning, GuardError, PathError, StateError
+from gnmr.paths.base import HIGH, LOW, Paths
+from gnmr.policy import Policy
+from gnmr.pytorch.distributed import Group, default_group, is_first, local_part
+from gnmr.pytorch.ledger import Ledger
+from gnmr.pytorch.monitor import Monitor, Reading, by_place
+from gnmr.pytorch.units import FilterFn, Granularity, Unit, find_units
+
+if TYPE_CHECKING:
+    from gnmr.trace import TraceWriter
+
+SCHEMA = 1
+
+Trigger = Callable[[int, Policy, Sequence[str]], Controller]
+"""Makes the controller from (n_units, policy, unit names): the class itself, or a control."""
+
+log = logging.getLogger("gnmr")
+
+
+class Guard:
+    """A runtime controller around a model in training.
+
+    Attaching renames no parameter and changes no ``state_dict`` key: checkpoints load without gnmr. Attach after
+    FSDP's ``fully_shard`` and after PEFT, before ``torch.compile``.
+
+    Args:
+        model: the model that is trained.
+        paths: the backend, such as :class:`gnmr.SavedActivations`; None (only with ``monitor_only``) watches a
+            model that has no second path.
+        policy: the controller's settings.
+        filter_fn: which linears are units; with ``include``, ``exclude`` and ``granularity`` as in
+            :func:`gnmr.find_units`.
+        include: see there.
+        exclude: see there.
+        granularity: see there.
+        total_steps: the length of the run, for a policy whose schedule is in fractions of it.
+        monitor_only: decide and record, and switch nothing.
+        trigger: makes the controller; the default is the paper's, :mod:`gnmr.triggers` has controls.
+        record: path of a trace to write (``"run.arrow"``; it becomes ``run.parquet`` when closed). Written
+            by rank 0 only.
+        resume_record: whether ``record`` goes on from a run that was interrupted: load the guard's state first
+            thing, and rows after the loaded step are dropped.
+        header: JSON-able values for the trace's header, such as the run's seed.
+        process_group: the ranks that share the decision; None takes all, where there are several.
+
+    Raises:
+        gnmr.UnitError: see :func:`gnmr.find_units`.
+        ValueError: no paths without ``monitor_only``, or a policy in fractions without ``total_steps``.
+
+    Examples:
+        >>> import torch, gnmr
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(8, 8)})])})
+        >>> guard = gnmr.Guard(model, gnmr.SavedActivations(), gnmr.Policy(max_active=1))
+        >>> model["layers"][0]["q_proj"](torch.ones(2, 8)).sum().backward()
+        >>> decision = guard.step()
+        >>> guard.active
+        ()
+        >>> guard.detach()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Paths | None,
+        policy: Policy,
+        *,
+        filter_fn: FilterFn | None = None,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        granularity: Granularity = "operator",
+        total_steps: int | None = None,
+        monitor_only: bool = False,
+        trigger: Trigger = Controller,
+        record: str | os.PathLike[str] | None = None,
+        resume_record: bool = False,
+        header: Mapping[str, Any] | None = None,
+        process_group: Group = None,
+    ) -> None:
+        if paths is None and not monitor_only:
+            raise ValueError(
+                "paths=None can switch nothing: give a backend such as gnmr.SavedActivations(), "
+                "or pass monitor_only=True"
+            )
+        self.units: tuple[Unit, ...] = find_units(
+            model, filter_fn=filter_fn, include=include, exclude=exclude, granularity=granularity
+        )
+        names = [unit.name for unit in self.units]
+        self.policy = policy if total_steps is None else policy.resolve(total_steps)
+        self.controller = trigger(len(names), self.policy, names)
+        self.paths = paths
+        self.monitor_only = monitor_only
+        self.ledger = Ledger(names)
+        self.events: list[dict[str, Any]] = []
+        self._group = default_group() if process_group is None else process_group
+        self._monitor = Monitor(model, self.units, self._group)
+        self._plan = np.zeros(len(names), dtype=np.bool_)
+        self._last: tuple[Reading, Decision] | None = None
+        self._reading: Reading | None = None
+        self._skipped = False
+        self._fresh = False
+        self._record = record if is_first(self._group) else None
+        self._resume_record = resume_record
+        self._header = dict(header or {})
+        self._writer: TraceWriter | None = None
+        self._hooks = [
+            unit.params[0].register_post_accumulate_grad_hook(self._on_backward) for unit in self.units
+        ]
+        if paths is not None:
+            paths.attach(self.units)
+        self._follow(self.controller.active)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Names of the units on the recovery path at the next step (under ``monitor_only``: that would be)."""
+        return tuple(self.units[i].name for i in np.flatnonzero(self.controller.active))
+
+    def step(
+        self,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> Decision | None:
+        """Read the gradients of this step and set the paths of the next.
+
+        Call it after the last backward of the step, before clipping and the optimiser. A second call without a
+        new backward does nothing, and warns.
+
+        Args:
+            scaler: a live loss scaler. With ``optimizer`` its gradients are unscaled in place
+                (``scaler.unscale_``); without, only the norms are, unless they were unscaled before. A step that
+                the scaler is about to skip, right after one that it did not, changes nothing and is an event:
+                that is how a loss scale finds its height. If the next step is non-finite again, it is a fault.
+            optimizer: the optimiser of the scaler.
+
+        Returns:
+            The decision, or None for a step that the scaler skips.
+
+        Raises:
+            gnmr.GuardError: no unit has a gradient.
+            gnmr.PathError: the forward did not run on the planned paths.
+        """
+        if not self._fresh:
+            return self._not_fresh()
+        scale = 1.0
+        if scaler is not None and scaler.is_enabled():
+            if optimizer is not None and not _is_unscaled(scaler):
+                scaler.unscale_(optimizer)
+            scale = 1.0 if _is_unscaled(scaler) else float(scaler.get_scale())
+        reading = self._monitor.read(scale)
+        if not reading.observed.any():
+            raise GuardError(_NO_GRADIENT)
+        self._fresh = False
+        self._reading = reading if scale == 1.0 else None
+        self._read_back(reading)
+        if scaler is not None and scaler.is_enabled() and self._scaler_skips(reading):
+            return None
+        decision = self.controller.update(reading.norms, reading.observed)
+        self._last = (reading, decision)
+        self._note(decision)
+        self._write(reading, decision)
+        self._enter(decision)
+        self._follow(decision.active)
+        if self.paths is not None:
+            self.paths.end_step(int(decision.step))
+        return decision
+
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip all of the model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does (L2), reusing the norms.
+
+        Args:
+            max_norm: the largest total norm to let through; inf only measures.
+            error_if_nonfinite: raise where the total norm is NaN or Inf.
+
+        Returns:
+            () float32: the total norm before clipping.
+
+        Raises:
+            ValueError: ``max_norm`` is not > 0.
+            RuntimeError: a non-finite total norm under ``error_if_nonfinite``.
+            gnmr.GuardError: the gradients still carry a loss scale.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be > 0, got {max_norm!r}")
+        if self._reading is None and not self._fresh:
+            raise GuardError(
+                "clip_grad_norm_ needs guard.step() before it in this step, with unscaled gradients: "
+                "guard.step(scaler=scaler, optimizer=optimizer) unscales them"
+            )
+        if self._reading is None or self._fresh:
+            self._reading = self._monitor.read()
+        total = math.sqrt(self._reading.total_square + self._monitor.read_rest())
+        if error_if_nonfinite and not math.isfinite(total):
+            raise RuntimeError(f"the total norm of the gradients is {total}, so it cannot be clipped")
+        factor = max_norm / (total + 1e-6)
+        if not factor >= 1 and max_norm != math.inf:
+            grads = map(local_part, [*self._monitor.gradients(), *self._monitor.rest()])
+            for group in by_place(grads).values():
+                torch._foreach_mul_(group, factor)
+        self._reading = None
+        return torch.tensor(total, dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that decides and was recorded, as JSON-able values."""
+        return {
+            "schema": SCHEMA,
+            "kind": "gnmr.Guard",
+            "controller": self.controller.state_dict(),
+            "paths": {} if self.paths is None else self.paths.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "events": self.events,
+            "skipped": self._skipped,
+        }
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False
+    ) -> None:
+        """Go on from :meth:`state_dict`: the next step runs on the paths that were planned then.
+
+        Raises:
+            gnmr.StateError: not a guard's state, another schema, or another policy (see
+                :meth:`gnmr.Controller.load_state_dict`).
+        """
+        if state_dict.get("kind") != "gnmr.Guard" or state_dict.get("schema") != SCHEMA:
+            raise StateError(
+                f"this is no guard state of schema {SCHEMA}: kind {state_dict.get('kind')!r}, "
+                f"schema {state_dict.get('schema')!r}"
+            )
+        if self._writer is not None:
+            raise GuardError("load the state before the first step: the trace has begun")
+        self.controller.load_state_dict(
+            state_dict["controller"], allow_policy_change=allow_policy_change
+        )
+        if self.paths is not None:
+            self.paths.load_state_dict(state_dict["paths"])
+        self.ledger.load_state_dict(state_dict["ledger"])
+        self.events = list(state_dict["events"])
+        self._skipped = bool(state_dict["skipped"])
+        self._follow(self.controller.active)
+
+    def close(self) -> None:
+        """Finish the trace; the model stays guarded."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._record = None, None
+
+    def detach(self) -> None:
+        """Leave the model as it was, and finish the trace."""
+        self.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.paths is not None:
+            self.paths.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        mode = ", monitor_only" if self.monitor_only else ""
+        return f"Guard({len(self.units)} units, {self.paths!r}, {self.policy!r}{mode})"
+
+    def _on_backward(self, param: Tensor) -> None:
+        self._fresh = True
+
+    def _not_fresh(self) -> Decision | None:
+        if not self._monitor.gradients():
+            raise GuardError(_NO_GRADIENT)
+        warnings.warn(
+            "guard.step() was called again without a new backward: nothing was done. Call it once a step, after "
+            "the last backward",
+            GnmrWarning,
+            stacklevel=3,
+        )
+        return None if self._last is None else self._last[1]
+
+    def _read_back(self, reading: Reading) -> None:
+        """Compare what ran with what was planned."""
+        if self.paths is None:
+            return
+        ran = self.paths.ran()
+        wrong = np.where(self._plan, ran[LOW], ran[HIGH]) > 0
+        if wrong.any():
+            unit = int(np.argmax(wrong))
+            planned, other = ("recovery", "low-cost") if self._plan[unit] else ("low-cost", "recovery")
+            raise PathError(
+                f"unit {self.units[unit].name!r} was planned on its {planned} path and ran on its {other} path: "
+                "the switch of this backend does nothing"
+            )
+        silent = reading.observed & (ran.sum(axis=0) == 0)
+        if silent.any() and self._group is None:
+            names = [self.units[i].name for i in np.flatnonzero(silent)]
+            raise PathError(
+                f"{names[0]!r} got a gradient, and its path did not run ({len(names)} of {len(self.units)} "
+                "units): its forward was replaced after the guard was attached, it is called without its "
+                "forward, it trains in eval mode, or a CUDA graph replays it. Attach the guard last, before "
+                "torch.compile"
+            )
+
+    def _scaler_skips(self, reading: Reading) -> bool:
+        bad = reading.observed & ~np.isfinite(reading.norms)
+        # The scaler also looks at the parameters that are no unit's.
+        total = reading.total_square + self._monitor.read_rest()
+        skips = not math.isfinite(total)
+        first, self._skipped = skips and not self._skipped, skips
+        if first:
+            self._event("skipped", bad, self.controller.step + 1)
+        return first
+
+    def _note(self, decision: Decision) -> None:
+        step = int(decision.step)
+        if decision.global_fault:
+            self._event("global_fault", decision.nonfinite, step)
+        elif decision.nonfinite.any():
+            self._event("nonfinite", decision.nonfinite, step)
+
+    def _event(self, kind: str, units: NDArray[np.bool_], step: int) -> None:
+        names = [self.units[i].name for i in np.flatnonzero(units)]
+        on_recovery = [self.units[i].name for i in np.flatnonzero(units & self._plan)]
+        self.events.append({"step": step, "kind": kind, "units": names, "on_recovery": on_recovery})
+        log.warning("step %d: %s gradient in %d units: %s", step, kind, len(names), ", ".join(names[:8]))
+
+    def _write(self, reading: Reading, decision: Decision) -> None:
+        if self._record is None:
+            return
+        if self._writer is None:
+            self._writer = self._open_trace(int(decision.step) - 1)
+        self._writer.write(reading.norms, reading.observed, decision)
+
+    def _open_trace(self, steps_before: int) -> "TraceWriter":
+        from gnmr.trace import TraceWriter, versions
+
+        assert self._record is not None  # noqa: S101 (asked before)
+        header = {
+            "policy": self.policy.to_dict(),
+            "units": [unit.name for unit in self.units],
+            "trigger": _trigger_name(self.controller),
+            "paths": None if self.paths is None else self.paths.describe(),
+            "monitor_only": self.monitor_only,
+            "versions": versions("torch"),
+            **self._header,
+        }
+        if self._resume_record:
+            return TraceWriter.resume(self._record, header, keep_through_step=steps_before)
+        return TraceWriter(self._record, header)
+
+    def _follow(self, active: NDArray[np.bool_]) -> None:
+        """Switch the units whose path changes."""
+        if self.monitor_only or self.paths is None:
+            return
+        for unit in np.flatnonzero(active != self._plan):
+            self.paths.switch(int(unit), bool(active[unit]))
+        self._plan = np.array(active)
+
+    def _enter(self, decision: Decision) -> None:
+        """Put the new plan into the ledger; the high-fidelity warm-up is none of its business."""
+        if decision.step < self.policy.warmup_steps:
+            return
+        extra = np.zeros(len(self.units), dtype=np.int64)
+        if self.paths is not None and decision.active.any():
+            held = self.paths.held_bytes()
+            extra = held[HIGH] - held[LOW]
+        self.ledger.add(int(decision.step), decision.active, extra)
+
+
+_NO_GRADIENT = (
+    "no unit has a gradient: call guard.step() between backward() and optimizer.step(), before zero_grad(). If the "
+    "parameters were replaced since the guard was attached (fully_shard, .to() of a new dtype), attach it after that"
+)
+
+
+def _is_unscaled(scaler: torch.amp.GradScaler) -> bool:
+    # GradScaler has no public way to ask. Its per-optimiser stage is READY (0), UNSCALED (1) or STEPPED (2).
+    states = scaler._per_optimizer_states.values()
+    return any(state["stage"].value == 1 for state in states)
+
+
+def _trigger_name(controller: Controller) -> str:
+    kind = type(controller)
+    return "gnmr" if kind is Controller else kind.__name__.lower()
