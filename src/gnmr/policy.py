@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Self
 
@@ -207,7 +208,7 @@ def _schedule(name: str, value: Sequence[Any]) -> Schedule:
         raise ValueError(rule + "steps (ints) and fractions (floats) are not mixed")
     if firsts[0] != (1 if steps[0] else 0):
         raise ValueError(rule + f"it begins at {firsts[0]!r}, and must at step 1 or fraction 0.0")
-    if any(b <= a for a, b in zip(firsts, firsts[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(firsts)):
         raise ValueError(rule + "its firsts must strictly increase")
     if not steps[0] and firsts[-1] >= 1:
         raise ValueError(rule + f"a fraction must be below 1, got {firsts[-1]!r}")
@@ -221,7 +222,7 @@ def _fractional(value: float | Schedule | None) -> bool:
 
 def _in_steps(name: str, value: Schedule, total_steps: int) -> Schedule:
     found = tuple((math.floor(first * total_steps) + 1, number) for first, number in value)
-    for (a, _), (b, _) in zip(found, found[1:], strict=False):
+    for (a, _), (b, _) in pairwise(found):
         if a == b:
             raise ValueError(
                 f"Policy.{name} = {value!r} has two pieces that begin at step {a} of a run of "

@@ -1,0 +1,1 @@
+"""Thin adapters from trainers to the guard; import the one that you use."""

@@ -1,0 +1,1 @@
+"""What backends give the units: a low-cost path, a recovery path, a switch and a read-back."""

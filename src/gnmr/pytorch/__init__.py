@@ -1,0 +1,1 @@
+"""Units, monitor and guard for PyTorch."""

@@ -1,0 +1,56 @@
+# Everything is set up in .venv by the first target that needs it.
+PYTHON ?= python3
+# On a machine without a GPU the CPU build is a tenth of the size:
+#   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu TORCH=torch==2.13.0+cpu
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# One thread a process: two OpenMP programs that spin on two cores slow each other thirtyfold.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.PHONY: demo persistent test lint bench wheel clean
+
+demo: $(READY)  ## The main job: six arms, three seeds, transient faults; a table and an HTML report
+	$(BIN)/gnmr compare demo
+
+persistent: $(READY)  ## The second recipe: a low path that is too coarse all the time
+	$(BIN)/gnmr compare persistent
+
+test: $(READY)  ## Every test, docstring examples included
+	$(BIN)/python -m pytest -n 2 --doctest-modules src/gnmr tests
+
+lint: $(READY)  ## Style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(READY)  ## The measurements of benchmarks/README.md; nothing else should run meanwhile
+	$(BIN)/python benchmarks/controller.py
+	$(BIN)/python benchmarks/guard.py
+
+wheel: $(READY)  ## Build the wheel, and run its tests outside the checkout
+	rm -rf dist build/outside && mkdir -p build/outside
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv --without-pip build/outside/venv
+	@# The new environment borrows the libraries of .venv, and takes gnmr from the wheel.
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$(echo build/outside/venv/lib/python3.*/site-packages)/borrowed.pth
+	$(BIN)/python -m pip --python build/outside/venv/bin/python install -q --no-deps dist/*.whl
+	cp -r tests pyproject.toml build/outside/
+	cd build/outside && venv/bin/python -c "import gnmr; assert 'build/outside' in gnmr.__file__, gnmr.__file__"
+	cd build/outside && venv/bin/python -m pytest -n 2 $(WHEEL_TESTS)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install -q '$(TORCH)' -e '.[all]' --group dev
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist runs
