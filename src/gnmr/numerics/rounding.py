@@ -1,0 +1,230 @@
+"""Rounding to a number format, with the scale that brings a tensor into its range.
+
+A tensor is quantised as ``Q(x) = round(x / s) * s`` with one scale ``s`` for each row of the last dimension
+(``"token"``), for each group within it (``"group"``) or for the whole tensor (``"tensor"``), so that the largest
+magnitude meets the largest number of the format (paper, setting B). Arithmetic is float32 whatever the input;
+results have the input's dtype.
+
+What the hardware casts hide stays visible here: an Inf or a NaN comes out as NaN (with a scale taken from the
+data, with all that shares the scale), never as the largest finite number.
+"""
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from gnmr.numerics.formats import Format, ScalingName, get_format
+
+SATURATED, UNDERFLOWED, TOTAL = 0, 1, 2
+"""Places in a (3,) int64 tensor of counts."""
+
+_EXPONENT_BITS = 0x7F80_0000
+_TINY = 2.0**-126  # smallest normal float32: dividing by less loses the mantissa or overflows
+
+
+def round_to(x: Tensor, fmt: str | Format, generator: torch.Generator | None = None) -> Tensor:
+    """Round scaled values to the nearest number of a format, ties to even.
+
+    Args:
+        x: any shape, any floating dtype, already divided by its scale.
+        fmt: a format or its name.
+        generator: round stochastically instead, up with the probability that keeps the mean.
+
+    Returns:
+        float32 of the same shape: beyond the range ±max of the format, NaN and ±Inf as NaN. ``bf16`` rounds as
+        torch's own cast does, which has infinities.
+
+    Examples:
+        >>> round_to(torch.tensor([0.3, 2.5, -5.1, 100.0, torch.inf]), "e2m1")
+        tensor([ 0.5000,  2.0000, -6.0000,  6.0000,     nan])
+    """
+    fmt = get_format(fmt)
+    return _clamp(_round(x.float(), fmt, generator), fmt)
+
+
+def absmax(x: Tensor, scaling: ScalingName = "token", group_size: int = 128) -> Tensor:
+    """Return the largest magnitude of all that shares a scale.
+
+    Args:
+        x: (..., n).
+        scaling: ``"token"``, ``"group"`` or ``"tensor"``.
+        group_size: elements in a group; the last group of a row may be shorter.
+
+    Returns:
+        (..., 1), (..., ceil(n / group_size)) or (), in the dtype of ``x``. NaN and Inf propagate; nothing at
+        all gives 0.
+
+    Raises:
+        ValueError: unknown scaling, or a group size below 1.
+
+    Examples:
+        >>> absmax(torch.tensor([[1.0, -2.0, 3.0]]), "group", group_size=2)
+        tensor([[2., 3.]])
+    """
+    check_scaling(scaling, group_size)
+    if scaling == "group":
+        return _absmax_rows(_grouped(x, group_size)).squeeze(-1)
+    return _absmax_rows(x) if scaling == "token" else _absmax_all(x)
+
+
+def scale_of(
+    x: Tensor, fmt: str | Format, scaling: ScalingName = "token", group_size: int = 128
+) -> Tensor:
+    """Return the scale that brings the largest magnitude to the largest number of a format.
+
+    Args:
+        x: (..., n).
+        fmt: a format or its name.
+        scaling: see :func:`absmax`, which also gives the shape.
+        group_size: see :func:`absmax`.
+
+    Returns:
+        float32 scales, finite and > 0 where ``x`` is finite: 1 where all is zero. For ``bf16``, ones.
+
+    Examples:
+        >>> scale_of(torch.tensor([[0.0, 0.0], [3.0, -12.0]]), "e2m1")
+        tensor([[1.],
+                [2.]])
+    """
+    return scale_from(absmax(x, scaling, group_size), fmt)
+
+
+def scale_from(amax: Tensor, fmt: str | Format) -> Tensor:
+    """Return the float32 scale of a largest magnitude: see :func:`scale_of`."""
+    fmt = get_format(fmt)
+    if not fmt.scaled:
+        return torch.ones_like(amax, dtype=torch.float32)
+    amax = amax.float()
+    return (amax / fmt.max).clamp_(min=_TINY).masked_fill_(amax == 0, 1.0)
+
+
+def fake_quantize(
+    x: Tensor,
+    fmt: str | Format,
+    *,
+    scaling: ScalingName = "token",
+    group_size: int = 128,
+    scale: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Round a tensor to a format and scale it back.
+
+    Args:
+        x: (..., n), any floating dtype.
+        fmt: a format or its name. ``bf16`` takes no scale.
+        scaling: what shares a scale, see :func:`absmax`.
+        group_size: see :func:`absmax`.
+        scale: a float32 scale that broadcasts to ``x``, in place of the one from the data.
+        generator: round stochastically with it.
+        counts: (3,) int64, to which saturated, underflowed (a number that became zero) and all elements are
+            added in place. With a scale from the data nothing can saturate.
+
+    Returns:
+        The dtype and shape of ``x``.
+
+    Raises:
+        ValueError: unknown format or scaling, or a group size below 1.
+
+    Examples:
+        >>> x = torch.tensor([[0.1, 1.0, 3.0], [0.0, 0.0, 0.0]])
+        >>> fake_quantize(x, "e2m1")
+        tensor([[0., 1., 3.],
+                [0., 0., 0.]])
+        >>> counts = torch.zeros(3, dtype=torch.int64)
+        >>> fake_quantize(x, "int4", scale=torch.tensor(0.25), counts=counts)
+        tensor([[0.0000, 1.0000, 1.7500],
+                [0.0000, 0.0000, 0.0000]])
+        >>> counts  # 3.0 saturated, 0.1 became zero
+        tensor([1, 1, 6])
+    """
+    fmt = get_format(fmt)
+    check_scaling(scaling, group_size)
+    if not fmt.scaled:
+        out = round_to(x, fmt, generator).to(x.dtype)
+        if counts is not None:
+            _count(counts, x, out, None, fmt)
+        return out
+    values = x.float()
+    grouped = scale is None and scaling == "group"
+    if grouped:
+        values = _grouped(values, group_size)
+    given = scale is not None
+    if scale is None:
+        scale = scale_from(
+            _absmax_all(values) if scaling == "tensor" else _absmax_rows(values), fmt
+        )
+    rounded = _round(values / scale, fmt, generator)
+    if counts is not None:
+        # Before the clamp, which then works in place: a scale from the data leaves nothing beyond the range.
+        beyond = rounded.abs().gt_(fmt.max).count_nonzero() if given else None
+    out = _clamp(rounded, fmt).mul_(scale)
+    if grouped:
+        out = out.flatten(-2)[..., : x.shape[-1]]
+    if counts is not None:
+        _count(counts, x, out, beyond, fmt)
+    return out.to(x.dtype)
+
+
+def check_scaling(scaling: str, group_size: int = 128) -> None:
+    """Raise ValueError for a scaling that does not exist or a group size below 1."""
+    if scaling not in get_args(ScalingName):
+        raise ValueError(
+            f"unknown scaling {scaling!r}: it must be one of {', '.join(get_args(ScalingName))}"
+        )
+    if group_size < 1:
+        raise ValueError(f"group_size must be >= 1, got {group_size!r}")
+
+
+def _round(x: Tensor, fmt: Format, generator: torch.Generator | None) -> Tensor:
+    """Round float32 to the format's grid without its upper end; a new tensor. Inf becomes NaN."""
+    if fmt.kind == "int":
+        # Inf - Inf: an integer grid goes on for ever, and the clamp would hide the Inf.
+        return _to_integer(x, generator).add_(x, alpha=0.0)
+    if fmt.kind == "bfloat" and generator is None:
+        return x.to(torch.bfloat16).float()
+    # The power of two at or below |x|: its exponent bits alone. Division by it turns Inf into NaN.
+    quantum = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    quantum = quantum.clamp_(min=2.0**fmt.emin).mul_(2.0**-fmt.mantissa)
+    return _to_integer(x / quantum, generator).mul_(quantum)
+
+
+def _to_integer(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return torch.round(x)
+    below = torch.floor(x)
+    noise = torch.rand(x.shape, generator=generator, device=x.device)
+    # Compared, not added: x + noise would round, and move numbers that the format holds exactly.
+    return below.add_(noise < x - below)
+
+
+def _clamp(rounded: Tensor, fmt: Format) -> Tensor:
+    return rounded.clamp_(-fmt.max, fmt.max) if fmt.scaled else rounded
+
+
+def _count(counts: Tensor, x: Tensor, out: Tensor, beyond: Tensor | None, fmt: Format) -> None:
+    if beyond is not None:
+        counts[SATURATED] += beyond
+    counts[UNDERFLOWED] += x.count_nonzero() - out.count_nonzero()
+    counts[TOTAL] += x.numel()
+
+
+def _absmax_rows(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return x.new_zeros((*x.shape[:-1], 1))
+    return x.abs().amax(dim=-1, keepdim=True)  # aminmax over one dimension takes ten times as long
+
+
+def _absmax_all(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return x.new_zeros(())
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
+
+
+def _grouped(x: Tensor, group_size: int) -> Tensor:
+    """Split the last dimension: (..., n) to (..., ceil(n / group_size), group_size), zeros at the end."""
+    short = -x.shape[-1] % group_size
+    padded = torch.nn.functional.pad(x, (0, short)) if short else x
+    return padded.unflatten(-1, (-1, group_size)) if padded.shape[-1] else padded.unsqueeze(-2)
