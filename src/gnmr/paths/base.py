@@ -115,13 +115,26 @@ class OperatorPaths(Paths):
                 f"this {type(self).__name__} is attached already: detach its guard first, "
                 "or make another one for the second model"
             )
+        guarded = [op.fqn for unit in units for op in unit.operators if is_guarded(op)]
+        if guarded:
+            raise PathError(
+                f"{guarded[0]!r} is on the paths of another guard: detach that one first ({len(guarded)} such "
+                "operators); a model has one guard at a time"
+            )
         self.units = tuple(units)
         self._counts = np.zeros((2, len(units)), dtype=np.int64)
         self._routes = [_Route(self._counts, unit.index) for unit in units]
         self.operators = [operator for unit in units for operator in unit.operators]
         for unit, route in zip(units, self._routes, strict=True):
             for operator in unit.operators:
-                operator.module.forward = partial(_forward, self, operator, route)  # type: ignore[method-assign]
+                operator.module.forward = self.forward_of(operator, route)
+
+    def forward_of(self, operator: Operator, route: "_Route") -> "partial[Tensor]":
+        """Return what replaces an operator's forward: a partial of (self, ...), called with the input.
+
+        A backend with a gate of its own (a tensor, for compiled graphs) overrides this and counts itself.
+        """
+        return partial(_forward, self, operator, route)
 
     def detach(self) -> None:
         """Give every operator its own forward back."""
@@ -138,6 +151,12 @@ class OperatorPaths(Paths):
         counts = self._counts.copy()
         self._counts[:] = 0
         return counts
+
+
+def is_guarded(operator: Operator) -> bool:
+    """Whether a guard's path stands in place of the operator's forward."""
+    forward = operator.module.__dict__.get("forward")
+    return isinstance(forward, partial) and isinstance(forward.args[0], OperatorPaths)
 
 
 class _Route:
@@ -175,5 +194,3 @@ def _forward(paths: OperatorPaths, operator: Operator, route: _Route, x: Tensor)
     else:
         route.tick(path)
     return paths.high(operator, x) if path == HIGH else paths.low(operator, x)
-
-

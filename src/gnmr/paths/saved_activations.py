@@ -1,0 +1,587 @@
+"""Setting A of the paper: the forward is exact, and what it stores for the weight gradient is packed.
+
+A linear operator ``y = x W^T + b`` needs its input again for ``dL/dW``. Autograd keeps ``x`` itself; here it keeps
+the codes of ``x`` in the unit's low-cost or recovery format. ``y``, ``dL/dx`` and ``dL/db`` are what they were.
+
+Several operators may read one activation (q, k, v; gate, up): it is packed once for each format in use. In eager
+mode a one-entry cache in each thread knows the last input again. Under ``torch.compile`` the operators that the
+common model families feed from one activation share one call, which the compiler sees as one.
+"""
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gnmr.errors import PathError, StateError, UnitError
+from gnmr.numerics.formats import get_format
+from gnmr.numerics.packing import Packed, PackScaling, pack, packed_bytes, unpack
+from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route
+from gnmr.pytorch.units import Operator, Unit
+
+_READ_TOGETHER = (
+    frozenset(["q_proj", "k_proj", "v_proj"]),
+    frozenset(["gate_proj", "up_proj"]),
+    frozenset(["wq", "wk", "wv"]),
+    frozenset(["w1", "w3"]),
+)
+"""Siblings that read one activation. A name that lies costs bytes in a compiled graph, never a wrong gradient."""
+
+
+class SavedActivations(OperatorPaths):
+    """Stores the inputs of a unit's operators in few bits for backward; the forward is exact (paper, setting A).
+
+    Nothing is stored for a frozen weight, nor without grad mode. Gradients through the gradient (double backward)
+    are an error. In-place changes of an input after the forward do not matter: its codes are kept, not itself.
+
+    How shared inputs are counted: :meth:`held_bytes` charges an activation that several operators read to the unit
+    that reads it first, and the others nothing. Units that share an input and run on different paths hold both
+    formats, so promoting one of them alone costs more than the difference that this table shows.
+
+    Args:
+        low: format of the low-cost path: a name of :data:`gnmr.numerics.formats.FORMATS`.
+        high: format of the recovery path.
+        scaling: one scale for each token (``"token"``) or each group within it (``"group"``).
+        group_size: elements in a group.
+        rounding: ``"nearest"`` (ties to even) or ``"stochastic"``. Its noise is a function of the seed, the step
+            and the place in the model, so that a recompute draws it again; micro-batches of a step share it.
+        seed: of the stochastic rounding.
+
+    Raises:
+        ValueError: an unknown format, scaling or rounding, or a group size below 1.
+
+    Examples:
+        >>> import torch
+        >>> from gnmr import find_units
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(64, 64)})])})
+        >>> paths = SavedActivations(low="e2m1", high="e4m3")
+        >>> paths.attach(find_units(model))
+        >>> y = model["layers"][0]["q_proj"](torch.ones(8, 64))
+        >>> paths.held_bytes().tolist()  # 8 x 64 codes of 4 or 8 bits, and 8 float32 scales
+        [[288], [544]]
+        >>> paths.detach()
+    """
+
+    def __init__(
+        self,
+        low: str = "e2m1",
+        high: str = "e4m3",
+        *,
+        scaling: PackScaling = "token",
+        group_size: int = 128,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if rounding not in {"nearest", "stochastic"}:
+            raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+        self.formats = (get_format(low).name, get_format(high).name)
+        packed_bytes((1, 1), 1, low, scaling, group_size)  # raises for a scaling that cannot be
+        self.scaling: PackScaling = scaling
+        self.group_size = group_size
+        self.rounding = rounding
+        self.seed = seed
+        self._slots: list[_Slot] = []
+        self._slot_of: dict[Operator, _Slot] = {}
+        self._step = torch.zeros((), dtype=torch.int64)  # a tensor: a compiled graph reads it
+        self._cache = _Cache()
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Replace the forward of every operator of ``units``."""
+        for operator in (operator for unit in units for operator in unit.operators):
+            _check_linear(operator)
+        super().attach(units)
+
+    def detach(self) -> None:
+        """Give every operator its own forward back."""
+        super().detach()
+        self._cache = _Cache()
+        self._slots, self._slot_of = [], {}
+
+    def forward_of(self, operator: Operator, route: _Route) -> "partial[Tensor]":
+        """Return the operator's switched forward."""
+        group = _group_name(operator.fqn)
+        share = next((slot.share for slot in self._slots if slot.share.name == group), None)
+        slot = _Slot(operator, route, share or _Share(group), first=share is None)
+        self._slots.append(slot)
+        self._slot_of[operator] = slot
+        slot.share.follow(self._slots)
+        return partial(_forward, self, slot)
+
+    def switch(self, unit: int, recover: bool) -> None:
+        """Move one unit to its recovery path, or back."""
+        super().switch(unit, recover)
+        for operator in self.units[unit].operators:
+            slot = self._slot_of[operator]
+            slot.flag.fill_(int(recover))
+            slot.share.follow(self._slots)
+
+    def low(self, operator: Operator, x: Tensor) -> Tensor:
+        """Run the operator and store its input in the low-cost format."""
+        return self._run(self._slot_of[operator], x, LOW)
+
+    def high(self, operator: Operator, x: Tensor) -> Tensor:
+        """Run the operator and store its input in the recovery format."""
+        return self._run(self._slot_of[operator], x, HIGH)
+
+    def ran(self) -> NDArray[np.int64]:
+        """Return and reset the (2, N) forward counts of both paths."""
+        counts = super().ran()
+        for slot in self._slots:
+            counts[:, slot.route.unit] += slot.seen[:2]
+            slot.seen[:2] = 0
+        return counts
+
+    def held_bytes(self) -> NDArray[np.int64]:
+        """Return (2, N): bytes of a unit's packed inputs on both paths, for the shapes last seen.
+
+        An input that several operators read counts once, for the unit that reads it first. Under
+        ``torch.compile`` that holds for what one graph reads: operators compiled one by one store it each.
+        """
+        held = np.zeros((2, len(self.units)), dtype=np.int64)
+        for slot in self._slots:
+            rows, width, itemsize, shared = (int(value) for value in slot.seen[2:])
+            if not shared:
+                for path, fmt in enumerate(self.formats):
+                    held[path, slot.route.unit] += packed_bytes(
+                        (rows, width), itemsize, fmt, self.scaling, self.group_size
+                    )
+        return held
+
+    def end_step(self, step: int) -> None:
+        """Take the noise of the next step."""
+        self._step.fill_(step)
+        self._cache = _Cache()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings."""
+        return {
+            "kind": type(self).__name__,
+            "low": self.formats[LOW],
+            "high": self.formats[HIGH],
+            "scaling": self.scaling,
+            "group_size": self.group_size,
+            "rounding": self.rounding,
+            "seed": self.seed,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step that the noise is drawn for."""
+        return {"step": int(self._step)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            gnmr.StateError: it has no step.
+        """
+        if "step" not in state_dict:
+            raise StateError(f"this is no state of SavedActivations: {sorted(state_dict)} without 'step'")
+        self._step.fill_(int(state_dict["step"]))
+
+    def __repr__(self) -> str:
+        settings = {key: value for key, value in self.describe().items() if key != "kind"}
+        return f"SavedActivations({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
+
+    def _run(self, slot: "_Slot", x: Tensor, path: int) -> Tensor:
+        weight, bias = slot.weight, slot.bias
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return slot.operator.plain(x)
+        if _is_wrapper(x) or _is_wrapper(weight):
+            raise PathError(
+                f"{slot.operator.fqn!r} runs on {type(x).__name__} and {type(weight).__name__}, which "
+                "SavedActivations cannot pack: leave tensor-parallel operators out with exclude=..."
+            )
+        key = _Input.of(x)
+        dtype = _compute_dtype(x)
+        fmt = self.formats[path]
+        entry = self._cache.find(key, x)
+        shared = entry is not None
+        entry = entry or self._cache.put(key, x)
+        packed = entry.packed.get((fmt, dtype))
+        if packed is None:
+            generator = None
+            if self.rounding == "stochastic":
+                generator = _generator(self.seed, int(self._step), int(slot.share.key), x.device)
+            packed = pack(x.detach().to(dtype), fmt, self.scaling, self.group_size, generator)
+            entry.packed[fmt, dtype] = packed
+        width = x.shape[-1]
+        # An input that this operator itself packed before (a second call on it) stays its own.
+        shared = shared and entry.owner is not slot
+        entry.owner = entry.owner or slot
+        slot.seen[2:] = (x.shape[:-1].numel(), width, dtype.itemsize, int(shared))
+        y: Tensor = _PackedLinear.apply(x, weight, bias, packed.data, packed.absmax, packed, slot.transposed)
+        return y
+
+    def _run_compiled(self, slot: "_Slot", x: Tensor) -> Tensor:
+        """The same without Python state: the switch is a tensor, and one graph serves every plan."""
+        rows, width = x.shape[:-1].numel(), x.shape[-1]
+        dtype = _compute_dtype(x)
+        _saw(slot.counts, slot.flag, rows, width, dtype.itemsize, not slot.first)
+        weight, bias = slot.weight, slot.bias
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return slot.operator.plain(x)
+        seed = self.seed if self.rounding == "stochastic" else None
+        held = _pack_input(
+            x.detach().to(dtype), slot.share.wanted, self._step, slot.share.key, *self.formats,
+            self.scaling, self.group_size, seed,
+        )  # fmt: skip
+        how = (*self.formats, self.scaling, self.group_size)
+        y: Tensor = _GatedLinear.apply(x, weight, bias, slot.flag, *held, how, slot.transposed)
+        return y
+
+
+def _forward(paths: SavedActivations, slot: "_Slot", x: Tensor) -> Tensor:
+    if not slot.module.training:
+        return slot.operator.plain(x)
+    if torch.compiler.is_compiling():
+        return paths._run_compiled(slot, x)
+    path = HIGH if slot.route.recover else LOW
+    slot.route.tick(path)
+    return paths._run(slot, x, path)
+
+
+class _Share:
+    """Operators that read one activation: their noise, and the formats that any of them wants."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.key = torch.tensor(_digest(name))
+        self.wanted = torch.zeros(2, dtype=torch.bool)
+
+    def follow(self, slots: "list[_Slot]") -> None:
+        plans = {bool(slot.flag) for slot in slots if slot.share is self}
+        self.wanted.copy_(torch.tensor([False in plans, True in plans]))
+
+
+class _Slot:
+    """One operator's place: its switch as a tensor, and the shape that it saw last."""
+
+    def __init__(self, operator: Operator, route: _Route, share: _Share, *, first: bool) -> None:
+        self.operator = operator
+        self.module: nn.Module = operator.module
+        self.transposed = operator.transposed
+        self.route = route
+        self.share = share
+        self.first = first
+        self.flag = torch.zeros((), dtype=torch.int64)
+        # Compiled forwards on either path; rows, width, bytes of an element, whether another unit is charged.
+        self.counts = torch.zeros(6, dtype=torch.int64)
+        self.seen: NDArray[np.int64] = self.counts.numpy()
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.module.bias  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What tells one input from another while it is alive."""
+
+    pointer: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Input | None":
+        if x.is_inference():
+            return None  # it has no version, so a change would go unseen
+        return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
+
+
+class _Entry:
+    """The packings of one input, dropped with it."""
+
+    def __init__(self, key: _Input | None, x: Tensor, cell: "_Cell") -> None:
+        self.key = key
+        self.packed: dict[tuple[str, torch.dtype], Packed] = {}
+        self.owner: _Slot | None = None
+        owner = weakref.ref(cell)
+
+        def forget(dead: object) -> None:
+            # May run in any thread. The entry clears itself: the cell may hold another by now.
+            self.packed.clear()
+            place = owner()
+            if place is not None and place.entry is self:
+                place.entry = None
+
+        self.input = weakref.ref(x, forget)
+
+
+class _Cell:
+    __slots__ = ("__weakref__", "entry")
+
+    def __init__(self) -> None:
+        self.entry: _Entry | None = None
+
+
+class _Cache(threading.local):
+    """The last input of each thread. While its input lives, its memory is not another's."""
+
+    def __init__(self) -> None:
+        self.cell = _Cell()
+
+    def find(self, key: _Input | None, x: Tensor) -> _Entry | None:
+        entry = self.cell.entry
+        if entry is None or key is None or entry.key != key or entry.input() is None:
+            return None
+        return entry
+
+    def put(self, key: _Input | None, x: Tensor) -> _Entry:
+        entry = _Entry(key, x, self.cell)
+        self.cell.entry = entry if key is not None else None
+        return entry
+
+
+class _PackedLinear(torch.autograd.Function):
+    """``x W^T + b`` that keeps the codes of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        data: Tensor,
+        absmax: Tensor,
+        packed: Packed,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, data, absmax)
+        ctx.transposed = transposed
+        ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
+        # Not the packed tensor itself: what autograd keeps must be what it frees.
+        ctx.how = (packed.shape, packed.dtype, packed.format, packed.scaling, packed.group_size)
+        return _linear(x, weight, bias, transposed)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, data, absmax = ctx.saved_tensors
+        grads = _input_and_bias(ctx, grad, weight)
+        if not ctx.needs_input_grad[1]:
+            return grads[0], None, grads[1], None, None, None, None
+        x = unpack(Packed(data, absmax, *ctx.how)).to(grad.dtype)
+        rows = grad.reshape(-1, grad.shape[-1])
+        x = x.reshape(-1, x.shape[-1])
+        by_weight = x.t() @ rows if ctx.transposed else rows.t() @ x
+        return grads[0], by_weight.to(weight.dtype), grads[1], None, None, None, None
+
+
+class _GatedLinear(torch.autograd.Function):
+    """The same in a compiled graph, with both formats' codes (one of them, or none, is empty)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        flag: Tensor,
+        low: Tensor,
+        low_absmax: Tensor,
+        high: Tensor,
+        high_absmax: Tensor,
+        how: tuple[str, str, PackScaling, int],
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, flag, low, low_absmax, high, high_absmax)
+        ctx.transposed = transposed
+        ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
+        ctx.how = how
+        ctx.width = x.shape[-1]
+        return _linear(x, weight, bias, transposed)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *held = ctx.saved_tensors
+        by_input, by_bias = _input_and_bias(ctx, grad, weight)
+        by_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = grad.reshape(-1, grad.shape[-1])
+            by_weight = _weight_gradient(rows, *held, ctx.width, *ctx.how, ctx.transposed).to(weight.dtype)
+        return by_input, by_weight, by_bias, None, None, None, None, None, None, None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Compute what the module computes, with the same kernels; casts as autocast would."""
+    dtype = _compute_dtype(x)
+    if dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+        # Cast by hand: autocast would keep the casts of the parameters, and here they carry no gradient.
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if not transposed:
+        return F.linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def _input_and_bias(ctx: Any, grad: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x_dtype, bias_dtype = ctx.dtypes
+    by_input = by_bias = None
+    if ctx.needs_input_grad[0]:
+        weight = weight.to(grad.dtype)
+        by_input = (grad @ (weight.t() if ctx.transposed else weight)).to(x_dtype)
+    if ctx.needs_input_grad[2]:
+        by_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
+    return by_input, by_bias
+
+
+def _is_wrapper(x: object) -> bool:
+    return is_traceable_wrapper_subclass(x)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _check_linear(operator: Operator) -> None:
+    module = operator.module
+    known = isinstance(module, nn.Linear)
+    own = known and type(module).forward is not nn.Linear.forward
+    if own or operator._own_forward is not None:
+        what = type(module).__name__ if own else "its instance"
+        raise UnitError(
+            f"{operator.fqn!r} has a forward of its own (on {what}), whose backward SavedActivations does not "
+            "know: leave it out with exclude=..., or attach the guard before what replaced it"
+        )
+
+
+def _group_name(fqn: str) -> str:
+    parent, _, name = fqn.rpartition(".")
+    for place, names in enumerate(_READ_TOGETHER):
+        if name in names:
+            return f"{parent}/{place}"
+    return fqn
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _generator(seed: int, step: int, key: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(_digest(f"{seed}/{step}/{key}"))
+
+
+@torch.library.custom_op("gnmr::saw", mutates_args={"counts"})
+def _saw(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int, shared: bool) -> None:
+    counts[int(flag)] += 1
+    counts[2:] = torch.tensor([rows, width, itemsize, int(shared)])
+
+
+@_saw.register_fake
+def _(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int, shared: bool) -> None:
+    return None
+
+
+@torch.library.custom_op("gnmr::pack_input", mutates_args=())
+def _pack_input(
+    x: Tensor,
+    wanted: Tensor,
+    step: Tensor,
+    key: Tensor,
+    low: str,
+    high: str,
+    scaling: str,
+    group_size: int,
+    seed: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    held: list[Tensor] = []
+    for fmt, want in zip((low, high), wanted.tolist(), strict=True):
+        part = x if want else x.flatten()[:0].view(0, 1)
+        generator = None if seed is None else _generator(seed, int(step), int(key), x.device)
+        packed = pack(part, fmt, scaling, group_size, generator)  # type: ignore[arg-type]
+        # An operator's result may be neither its input nor a view.
+        held += [packed.data.flatten().clone() if fmt == "bf16" else packed.data, packed.absmax.flatten()]
+    return held[0], held[1], held[2], held[3]
+
+
+@_pack_input.register_fake
+def _(
+    x: Tensor,
+    wanted: Tensor,
+    step: Tensor,
+    key: Tensor,
+    low: str,
+    high: str,
+    scaling: str,
+    group_size: int,
+    seed: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # The sizes are not in the graph: they follow the switch.
+    size = torch.library.get_ctx().new_dynamic_size
+    codes = [torch.bfloat16 if fmt == "bf16" else torch.uint8 for fmt in (low, high)]
+    return (
+        x.new_empty(size(), dtype=codes[0]),
+        x.new_empty(size()),
+        x.new_empty(size(), dtype=codes[1]),
+        x.new_empty(size()),
+    )
+
+
+@torch.library.custom_op("gnmr::weight_gradient", mutates_args=())
+def _weight_gradient(
+    grad: Tensor,
+    flag: Tensor,
+    low: Tensor,
+    low_absmax: Tensor,
+    high: Tensor,
+    high_absmax: Tensor,
+    width: int,
+    low_format: str,
+    high_format: str,
+    scaling: str,
+    group_size: int,
+    transposed: bool,
+) -> Tensor:
+    # One operator, and it reads the gradient: else a compiler could unpack in the forward and keep that.
+    recover = bool(flag)
+    data, absmax = (high, high_absmax) if recover else (low, low_absmax)
+    shape = (grad.shape[0], width)
+    fmt = get_format(high_format if recover else low_format)
+    if fmt.scaled:
+        absmax = absmax.view(shape[0], -1) if absmax.numel() else absmax.view(shape[0], 1)
+    else:
+        data = data.view(shape)
+    x = unpack(Packed(data, absmax, shape, grad.dtype, fmt, scaling, group_size))  # type: ignore[arg-type]
+    return x.t() @ grad if transposed else grad.t() @ x
+
+
+@_weight_gradient.register_fake
+def _(
+    grad: Tensor,
+    flag: Tensor,
+    low: Tensor,
+    low_absmax: Tensor,
+    high: Tensor,
+    high_absmax: Tensor,
+    width: int,
+    low_format: str,
+    high_format: str,
+    scaling: str,
+    group_size: int,
+    transposed: bool,
+) -> Tensor:
+    out = grad.shape[-1]
+    return grad.new_empty((width, out) if transposed else (out, width))
