@@ -27,7 +27,7 @@ def default_group() -> Group:
 
 def local_part(grad: Tensor) -> Tensor:
     """Return what this rank holds of a gradient; for a plain tensor, itself."""
-    return grad.to_local() if _is_dtensor(grad) else grad  # type: ignore[attr-defined, no-any-return]
+    return grad.to_local() if _is_dtensor(grad) else grad  # type: ignore[attr-defined]
 
 
 def share(grad: Tensor, group: Group) -> float:
@@ -47,9 +47,7 @@ def share(grad: Tensor, group: Group) -> float:
             "a gradient is not reduced over its mesh yet (a Partial DTensor): call guard.step() after the "
             "backward of the last micro-batch, with gradient sync on"
         )
-    shards = int(
-        np.prod([mesh.size(i) for i, p in enumerate(placements) if p.is_shard()], initial=1)
-    )
+    shards = int(np.prod([mesh.size(i) for i, p in enumerate(placements) if p.is_shard()], initial=1))
     return shards / world
 
 
@@ -60,7 +58,7 @@ def all_sum(values: NDArray[np.float64], device: torch.device, group: Group) -> 
     on_cpu = "gloo" in str(dist.get_backend(group))
     tensor = torch.from_numpy(values).to("cpu" if on_cpu else device)
     dist.all_reduce(tensor, group=group)
-    return tensor.cpu().numpy()  # type: ignore[no-any-return]
+    return tensor.cpu().numpy()
 
 
 def is_first(group: Group) -> bool:
@@ -69,7 +67,7 @@ def is_first(group: Group) -> bool:
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    if not dist.is_available():
+    if type(tensor) is Tensor or not dist.is_available():
         return False
     from torch.distributed.tensor import DTensor
 

@@ -14,6 +14,7 @@ The training loop, with gnmr's place in it::
 taken out, and before clipping (which turns one Inf into NaN everywhere).
 """
 
+import copy
 import logging
 import math
 import os
@@ -31,7 +32,7 @@ from gnmr.controller import Controller, Decision
 from gnmr.errors import GnmrWarning, GuardError, PathError, StateError
 from gnmr.paths.base import HIGH, LOW, Paths
 from gnmr.policy import Policy
-from gnmr.pytorch.distributed import Group, default_group, is_first, local_part
+from gnmr.pytorch.distributed import Group, default_group, is_first
 from gnmr.pytorch.ledger import Ledger
 from gnmr.pytorch.monitor import Monitor, Reading, by_place
 from gnmr.pytorch.units import FilterFn, Granularity, Unit, find_units
@@ -128,15 +129,15 @@ class Guard:
         self._reading: Reading | None = None
         self._skipped = False
         self._fresh = False
+        self._clips = False
         self._record = record if is_first(self._group) else None
         self._resume_record = resume_record
         self._header = dict(header or {})
         self._writer: TraceWriter | None = None
-        self._hooks = [
-            unit.params[0].register_post_accumulate_grad_hook(self._on_backward) for unit in self.units
-        ]
         if paths is not None:
             paths.attach(self.units)
+        params = dict.fromkeys(param for unit in self.units for param in unit.params)
+        self._hooks = [param.register_post_accumulate_grad_hook(self._on_backward) for param in params]
         self._follow(self.controller.active)
 
     @property
@@ -169,20 +170,19 @@ class Guard:
             gnmr.GuardError: no unit has a gradient.
             gnmr.PathError: the forward did not run on the planned paths.
         """
-        if not self._fresh:
-            return self._not_fresh()
-        scale = 1.0
-        if scaler is not None and scaler.is_enabled():
-            if optimizer is not None and not _is_unscaled(scaler):
-                scaler.unscale_(optimizer)
-            scale = 1.0 if _is_unscaled(scaler) else float(scaler.get_scale())
-        reading = self._monitor.read(scale)
-        if not reading.observed.any():
-            raise GuardError(_NO_GRADIENT)
+        if self._group is None and not self._fresh:
+            return self._not_fresh(self._monitor.has_gradient())
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        scale = 1.0 if scaler is None else _unscale(scaler, optimizer)
+        # Where the gradients are clipped as well, all norms come from one pass and one all-reduce.
+        reading = self._monitor.read(scale, rest=self._clips or scaler is not None, fresh=self._fresh)
+        if not reading.fresh or not reading.observed.any():
+            return self._not_fresh(bool(reading.observed.any()))
         self._fresh = False
         self._reading = reading if scale == 1.0 else None
         self._read_back(reading)
-        if scaler is not None and scaler.is_enabled() and self._scaler_skips(reading):
+        if scaler is not None and self._scaler_skips(reading):
             return None
         decision = self.controller.update(reading.norms, reading.observed)
         self._last = (reading, decision)
@@ -197,8 +197,11 @@ class Guard:
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip all of the model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does (L2), reusing the norms.
 
+        As there, a non-finite total spoils every gradient: an Inf becomes NaN and the rest 0, and a NaN (or an
+        Inf under ``max_norm=inf``) becomes NaN everywhere.
+
         Args:
-            max_norm: the largest total norm to let through; inf only measures.
+            max_norm: the largest total norm to let through; inf changes no finite gradient.
             error_if_nonfinite: raise where the total norm is NaN or Inf.
 
         Returns:
@@ -216,16 +219,18 @@ class Guard:
                 "clip_grad_norm_ needs guard.step() before it in this step, with unscaled gradients: "
                 "guard.step(scaler=scaler, optimizer=optimizer) unscales them"
             )
-        if self._reading is None or self._fresh:
-            self._reading = self._monitor.read()
-        total = math.sqrt(self._reading.total_square + self._monitor.read_rest())
+        self._clips = True
+        reading = self._reading
+        if reading is None or self._fresh:
+            reading = self._monitor.read(rest=True)
+        total = math.sqrt(reading.square + (self._monitor.read_rest() if reading.rest is None else reading.rest))
         if error_if_nonfinite and not math.isfinite(total):
             raise RuntimeError(f"the total norm of the gradients is {total}, so it cannot be clipped")
         factor = max_norm / (total + 1e-6)
-        if not factor >= 1 and max_norm != math.inf:
-            grads = map(local_part, [*self._monitor.gradients(), *self._monitor.rest()])
+        if not factor >= 1:  # NaN too
+            grads = self._monitor.gradients()
             for group in by_place(grads).values():
-                torch._foreach_mul_(group, factor)
+                torch._foreach_mul_([grads[i] for i in group], factor)
         self._reading = None
         return torch.tensor(total, dtype=torch.float32)
 
@@ -237,33 +242,34 @@ class Guard:
             "controller": self.controller.state_dict(),
             "paths": {} if self.paths is None else self.paths.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "events": self.events,
+            "events": copy.deepcopy(self.events),
             "skipped": self._skipped,
         }
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False) -> None:
         """Go on from :meth:`state_dict`: the next step runs on the paths that were planned then.
 
         Raises:
-            gnmr.StateError: not a guard's state, another schema, or another policy (see
+            gnmr.StateError: not a guard's state, one with a part missing, another schema, or another policy (see
                 :meth:`gnmr.Controller.load_state_dict`).
+            gnmr.GuardError: the trace has begun.
         """
         if state_dict.get("kind") != "gnmr.Guard" or state_dict.get("schema") != SCHEMA:
             raise StateError(
                 f"this is no guard state of schema {SCHEMA}: kind {state_dict.get('kind')!r}, "
                 f"schema {state_dict.get('schema')!r}"
             )
+        missing = sorted({"controller", "paths", "ledger", "events", "skipped"} - set(state_dict))
+        if missing:
+            raise StateError(f"the guard's state is damaged: it has no {missing[0]!r}")
         if self._writer is not None:
             raise GuardError("load the state before the first step: the trace has begun")
-        self.controller.load_state_dict(
-            state_dict["controller"], allow_policy_change=allow_policy_change
-        )
+        self.controller.load_state_dict(state_dict["controller"], allow_policy_change=allow_policy_change)
         if self.paths is not None:
             self.paths.load_state_dict(state_dict["paths"])
+            self.paths.ran()  # what ran before belongs to no step of this run
         self.ledger.load_state_dict(state_dict["ledger"])
-        self.events = list(state_dict["events"])
+        self.events = copy.deepcopy(list(state_dict["events"]))
         self._skipped = bool(state_dict["skipped"])
         self._follow(self.controller.active)
 
@@ -297,8 +303,8 @@ class Guard:
     def _on_backward(self, param: Tensor) -> None:
         self._fresh = True
 
-    def _not_fresh(self) -> Decision | None:
-        if not self._monitor.gradients():
+    def _not_fresh(self, has_gradient: bool) -> Decision | None:
+        if not has_gradient:
             raise GuardError(_NO_GRADIENT)
         warnings.warn(
             "guard.step() was called again without a new backward: nothing was done. Call it once a step, after "
@@ -334,8 +340,7 @@ class Guard:
     def _scaler_skips(self, reading: Reading) -> bool:
         bad = reading.observed & ~np.isfinite(reading.norms)
         # The scaler also looks at the parameters that are no unit's.
-        total = reading.total_square + self._monitor.read_rest()
-        skips = not math.isfinite(total)
+        skips = not math.isfinite(reading.square + (reading.rest or 0.0))
         first, self._skipped = skips and not self._skipped, skips
         if first:
             self._event("skipped", bad, self.controller.step + 1)
@@ -398,15 +403,24 @@ class Guard:
 
 
 _NO_GRADIENT = (
-    "no unit has a gradient: call guard.step() between backward() and optimizer.step(), before zero_grad(). If the "
-    "parameters were replaced since the guard was attached (fully_shard, .to() of a new dtype), attach it after that"
+    "no unit has a gradient: call guard.step() between backward() and optimizer.step(), before zero_grad(). "
+    "If the parameters were replaced since the guard was attached (fully_shard, .to() of a new dtype), "
+    "attach it after that"
 )
 
 
-def _is_unscaled(scaler: torch.amp.GradScaler) -> bool:
+def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> float:
+    """Unscale the optimiser's gradients if there is one; return the scale that they still carry."""
+    if optimizer is not None and not _is_unscaled(scaler, optimizer):
+        scaler.unscale_(optimizer)
+    return 1.0 if _is_unscaled(scaler, optimizer) else float(scaler.get_scale())
+
+
+def _is_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> bool:
     # GradScaler has no public way to ask. Its per-optimiser stage is READY (0), UNSCALED (1) or STEPPED (2).
-    states = scaler._per_optimizer_states.values()
-    return any(state["stage"].value == 1 for state in states)
+    states = scaler._per_optimizer_states
+    asked = states.values() if optimizer is None else [states[id(optimizer)]] if id(optimizer) in states else []
+    return any(state["stage"].value == 1 for state in asked)
 
 
 def _trigger_name(controller: Controller) -> str:

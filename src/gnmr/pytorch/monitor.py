@@ -2,8 +2,8 @@
 
 A norm here is the L2 norm of the true gradient: accumulated over the micro-batches (it reads after the
 last), reduced over the ranks, and before any clipping. Per parameter it comes from ``torch._foreach_norm``;
-squares are summed per unit in float64, and one vector of 2N numbers crosses to the host (and, in a
-distributed run, goes through one all-reduce before).
+squares are summed per unit in float64 on the host. One small vector crosses to the host for each device,
+and, in a distributed run, one goes through one all-reduce.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from gnmr.pytorch.distributed import Group, all_sum, local_part, share
 from gnmr.pytorch.units import Unit
 
+Floats = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -25,22 +27,33 @@ class Reading:
 
     Attributes:
         norms: (N,) float64 L2 norms; NaN where ``observed`` is False.
-        observed: (N,) bool, whether any parameter of the unit has a gradient.
-        total_square: the sum of squares over all the units' parameters, each counted once.
+        observed: (N,) bool, whether any parameter of the unit has a gradient, on any rank.
+        square: the sum of squares over all the units' parameters, each counted once.
+        rest: the sum of squares over the model's other parameters; None where it was not read.
+        fresh: whether a backward came before it, on any rank.
     """
 
-    norms: NDArray[np.float64]
+    norms: Floats
     observed: NDArray[np.bool_]
-    total_square: float
+    square: float
+    rest: float | None
+    fresh: bool
 
 
 class Monitor:
     """The units' norms, and the norm of everything else for clipping.
 
     Args:
-        model: the whole model, for :meth:`read_rest`.
+        model: the whole model, for its parameters outside the units.
         units: N units; a parameter that several of them share enters each of their norms, and once the total.
         group: the process group that shares the decision, or None.
+
+    Examples:
+        >>> from gnmr.pytorch.units import find_units
+        >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"fc1": nn.Linear(2, 1, False)})])})
+        >>> _ = model["layers"][0]["fc1"](torch.tensor([3.0, 4.0])).backward()
+        >>> Monitor(model, find_units(model)).read().norms.tolist()
+        [5.0]
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], group: Group = None) -> None:
@@ -55,29 +68,37 @@ class Monitor:
         self._unit_of_pair = np.array([unit for _, unit in pairs])
         self._n_units = len(units)
 
+    def has_gradient(self) -> bool:
+        """Return whether any parameter of a unit has a gradient on this rank."""
+        return any(gradient(param) is not None for param in self._params)
+
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the units' parameters, without the missing ones."""
-        return [g for g in map(gradient, self._params) if g is not None]
+        """Return what this rank holds of all gradients of the model."""
+        grads = map(gradient, (*self._params, *self._rest))
+        return [local_part(grad) for grad in grads if grad is not None]
 
-    def rest(self) -> list[Tensor]:
-        """Return the gradients of the model's other parameters."""
-        return [g for g in map(gradient, self._rest) if g is not None]
+    def read(self, scale: float = 1.0, *, rest: bool = False, fresh: bool = True) -> Reading:
+        """Read the norms of this step's gradients.
 
-    def read(self, scale: float = 1.0) -> Reading:
-        """Read the norms of this step's gradients, divided by ``scale`` (a live loss scale)."""
-        grads = list(map(gradient, self._params))
-        squares, present = _squares(grads, self._group)
-        of_pair = squares[self._of_pair]
-        summed = np.bincount(self._unit_of_pair, of_pair, minlength=self._n_units)
-        seen = np.bincount(self._unit_of_pair, present[self._of_pair], minlength=self._n_units)
-        sums = all_sum(np.concatenate([summed, seen, [squares.sum()]]), self._params[0].device, self._group)
-        n = self._n_units
+        Args:
+            scale: a live loss scale, to divide by.
+            rest: read the parameters outside the units too, in the same pass.
+            fresh: whether this rank saw a backward since the last reading.
+        """
+        params = (*self._params, *self._rest) if rest else self._params
+        squares, present = _squares(list(map(gradient, params)), self._group)
+        p, n = len(self._params), self._n_units
+        summed = np.bincount(self._unit_of_pair, squares[self._of_pair], minlength=n)
+        seen = np.bincount(self._unit_of_pair, present[self._of_pair], minlength=n)
+        mine = np.concatenate([summed, seen, [squares[:p].sum(), squares[p:].sum(), float(fresh)]])
+        sums = all_sum(mine, self._params[0].device, self._group)
         observed = sums[n : 2 * n] > 0
         norms = np.where(observed, np.sqrt(sums[:n]) / scale, np.nan)
-        return Reading(norms, observed, float(sums[-1]) / scale**2)
+        units, others, freshly = map(float, sums[2 * n :])
+        return Reading(norms, observed, units / scale**2, others / scale**2 if rest else None, freshly > 0)
 
     def read_rest(self) -> float:
-        """Return the sum of squares of the gradients outside the units."""
+        """Return the sum of squares of the gradients outside the units, by a pass of its own."""
         if not self._rest:
             return 0.0
         squares, _ = _squares(list(map(gradient, self._rest)), self._group)
@@ -90,32 +111,37 @@ def gradient(param: nn.Parameter) -> Tensor | None:
     return main if main is not None else param.grad
 
 
-def by_place(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """Group tensors by (device, dtype), as the fused kernels want them."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+def by_place(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Group tensors by (device, dtype), as the fused kernels want them; returns their indices."""
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     return groups
 
 
-def _squares(
-    grads: Sequence[Tensor | None], group: Group
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _squares(grads: Sequence[Tensor | None], group: Group) -> tuple[Floats, Floats]:
     """Return (P,) squared norms (0 where missing) and (P,) presence, each this rank's share of the sum."""
-    here = [i for i, grad in enumerate(grads) if grad is not None]
-    locals_ = [local_part(grads[i]) for i in here]  # type: ignore[arg-type]
-    shares = np.array([share(grads[i], group) for i in here])  # type: ignore[arg-type]
-    norms = np.zeros(len(here))
-    places: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(locals_):
-        places.setdefault((tensor.device, tensor.dtype), []).append(index)
-    for (_, dtype), members in places.items():
-        # A norm in bfloat16 has three digits; the sum is kept in float32 or better.
-        kind = torch.float64 if dtype == torch.float64 else torch.float32
-        found = torch._foreach_norm([locals_[i] for i in members], 2, dtype=kind)
-        norms[members] = torch.stack(found).cpu().numpy()
     squares, present = np.zeros(len(grads)), np.zeros(len(grads))
+    here = np.array([i for i, grad in enumerate(grads) if grad is not None], dtype=np.int64)
+    found = [grad for grad in grads if grad is not None]
+    shares = np.array([share(grad, group) for grad in found])
     with np.errstate(over="ignore", invalid="ignore"):
-        squares[here] = norms**2 * shares
+        squares[here] = _norms([local_part(grad) for grad in found]) ** 2 * shares
     present[here] = shares
     return squares, present
+
+
+def _norms(tensors: Sequence[Tensor]) -> Floats:
+    """Return the (P,) L2 norm of each tensor, with one copy to the host for each device."""
+    by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    for (device, dtype), members in by_place(tensors).items():
+        # A norm in bfloat16 has three digits; the sum is kept in float32 or better.
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        found = torch._foreach_norm([tensors[i] for i in members], 2, dtype=kind)
+        indices, stacks = by_device.setdefault(device, ([], []))
+        indices.extend(members)
+        stacks.append(torch.stack(found))
+    norms = np.zeros(len(tensors))
+    for indices, stacks in by_device.values():
+        norms[indices] = torch.cat(stacks).cpu().numpy()
+    return norms

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,12 +13,17 @@ from torch.nn import functional as F
 from gnmr.errors import UnitError
 
 PROJECTIONS = frozenset(
-    # LLaMA, Mistral, Qwen, Gemma, Phi-3 (fused), OPT, Phi, GPT-NeoX, GPT-2, torchtitan
-    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj", "out_proj", "fc1", "fc2", "dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h", "c_attn", "c_proj", "c_fc", "wq", "wk", "wv", "wo", "w1", "w2", "w3"]
+    # LLaMA, Mistral, Qwen, Gemma; Phi-3 (fused); OPT, Phi; GPT-NeoX; GPT-2; torchtitan
+    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    + ["qkv_proj", "gate_up_proj"]
+    + ["out_proj", "fc1", "fc2", "dense"]
+    + ["query_key_value", "dense_h_to_4h", "dense_4h_to_h"]
+    + ["c_attn", "c_proj", "c_fc"]
+    + ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]
 )
 """Last names of the attention and MLP projections in the common decoder families."""
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "base_layer.")
+_WRAPPERS = frozenset(["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"])
 
 FilterFn = Callable[[nn.Module, str], bool]
 Granularity = Literal["operator", "block"] | Callable[[str], str] | Mapping[str, Sequence[str]]
@@ -45,18 +50,18 @@ class Operator:
     @property
     def weight(self) -> Tensor:
         """(out, in) weight; a view where the module stores its transpose."""
-        weight = self.module.weight
+        weight = cast("Tensor", self.module.weight)
         return weight.t() if self.transposed else weight
 
     @property
     def bias(self) -> Tensor | None:
         """(out,) bias, or None."""
-        return self.module.bias  # type: ignore[return-value]
+        return cast("Tensor | None", self.module.bias)
 
     def plain(self, x: Tensor) -> Tensor:
         """Run the operator as the model would without gnmr."""
         if self._own_forward is not None:
-            return self._own_forward(x)  # type: ignore[no-any-return]
+            return self._own_forward(x)
         return type(self.module).forward(self.module, x)
 
     def linear(self, x: Tensor) -> Tensor:
@@ -126,8 +131,7 @@ def find_units(
     chosen = [
         operator
         for operator in linears
-        if _eligible(operator, filter_fn, wanted)
-        and not any(fnmatchcase(operator.fqn, glob) for glob in unwanted)
+        if _eligible(operator, filter_fn, wanted) and not any(fnmatchcase(operator.fqn, glob) for glob in unwanted)
     ]
     if not chosen:
         raise UnitError(_nothing_matches(linears, filter_fn, wanted, unwanted))
@@ -140,16 +144,15 @@ def find_units(
     if frozen:
         raise UnitError(
             f"unit {frozen[0]!r} has no trainable parameter ({len(frozen)} of {len(units)} units), "
-            "so it has no gradient to watch: leave it out with exclude=..., or unfreeze it"
+            "so it has no gradient to watch: leave it out with exclude=..., or unfreeze it" + _adapters(linears)
         )
     return tuple(units)
 
 
 def canonical_fqn(name: str) -> str:
     """Return a module's name without what compile, checkpoint, FSDP and PEFT wrappers add to it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -169,14 +172,11 @@ def _linears(model: nn.Module) -> list[Operator]:
     found = []
     for name, module in model.named_modules():
         if is_linear(module):
-            fqn = canonical_fqn(f"{name}.").removesuffix(".")
-            found.append(Operator(fqn, module, module.__dict__.get("forward")))
+            found.append(Operator(canonical_fqn(name), module, module.__dict__.get("forward")))
     return found
 
 
-def _eligible(
-    operator: Operator, filter_fn: FilterFn | None, include: tuple[str, ...] | None
-) -> bool:
+def _eligible(operator: Operator, filter_fn: FilterFn | None, include: tuple[str, ...] | None) -> bool:
     if filter_fn is None and include is None:
         return block_of(operator.fqn) is not None and operator.fqn.split(".")[-1] in PROJECTIONS
     if filter_fn is not None and not filter_fn(operator.module, operator.fqn):
@@ -213,15 +213,12 @@ def _group(operators: list[Operator], granularity: Granularity) -> dict[str, lis
     return groups
 
 
-def _by_globs(
-    operators: list[Operator], groups: Mapping[str, Sequence[str]]
-) -> dict[str, list[Operator]]:
+def _by_globs(operators: list[Operator], groups: Mapping[str, Sequence[str]]) -> dict[str, list[Operator]]:
     found: dict[str, list[Operator]] = {}
     taken: dict[str, str] = {}
-    for name, globs in groups.items():
-        members = [
-            op for op in operators if any(fnmatchcase(op.fqn, g) for g in _globs(globs) or ())
-        ]
+    for name, patterns in groups.items():
+        globs = _globs(patterns) or ()
+        members = [op for op in operators if any(fnmatchcase(op.fqn, glob) for glob in globs)]
         if not members:
             raise UnitError(f"group {name!r} matches no eligible operator: {list(globs)!r}")
         for operator in members:
@@ -236,6 +233,13 @@ def _by_globs(
 def _trainable(operators: Iterable[Operator]) -> tuple[nn.Parameter, ...]:
     params = (p for op in operators for p in op.module.parameters() if p.requires_grad)
     return tuple(dict.fromkeys(params))
+
+
+def _adapters(linears: list[Operator]) -> str:
+    """Say how to watch LoRA's adapters instead of the frozen operators that they stand beside."""
+    if not any(".lora_A." in op.fqn for op in linears):
+        return ""
+    return "; to watch the adapters of a PEFT model, pass include='*.lora_[AB].*'"
 
 
 def _nothing_matches(
