@@ -23,12 +23,13 @@ rounds the input of a unit on its low path:
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnmr.errors import PathError
 from gnmr.pytorch.units import Operator, Unit
@@ -127,7 +128,7 @@ class OperatorPaths(Paths):
         self.operators = [operator for unit in units for operator in unit.operators]
         for unit, route in zip(units, self._routes, strict=True):
             for operator in unit.operators:
-                operator.module.forward = self.forward_of(operator, route)
+                _install(operator, self.forward_of(operator, route))
 
     def forward_of(self, operator: Operator, route: "_Route") -> "partial[Tensor]":
         """Return what replaces an operator's forward: a partial of (self, ...), called with the input.
@@ -139,6 +140,7 @@ class OperatorPaths(Paths):
     def detach(self) -> None:
         """Give every operator its own forward back."""
         for operator in self.operators:
+            del operator.module._gnmr_seat
             operator.restore()
         self.units, self.operators, self._routes = (), [], []
 
@@ -155,8 +157,28 @@ class OperatorPaths(Paths):
 
 def is_guarded(operator: Operator) -> bool:
     """Whether a guard's path stands in place of the operator's forward."""
-    forward = operator.module.__dict__.get("forward")
-    return isinstance(forward, partial) and isinstance(forward.args[0], OperatorPaths)
+    return "_gnmr_seat" in operator.module.__dict__
+
+
+class _Seat:
+    """What runs in place of a module's forward, with the arguments that come before the input."""
+
+    __slots__ = ("args", "run")
+
+    def __init__(self, forward: "partial[Tensor]") -> None:
+        self.run, self.args = forward.func, forward.args
+
+
+def _install(operator: Operator, forward: "partial[Tensor]") -> None:
+    # A bound method that finds its arguments on the module, not the partial itself: a compiled graph would
+    # be tied to that one object, and so could not serve the next layer.
+    operator.module._gnmr_seat = _Seat(forward)  # type: ignore[assignment]
+    operator.module.forward = MethodType(_run, operator.module)
+
+
+def _run(module: nn.Module, x: Tensor) -> Tensor:
+    seat: _Seat = module._gnmr_seat  # type: ignore[assignment]
+    return seat.run(*seat.args, x)
 
 
 class _Route:
