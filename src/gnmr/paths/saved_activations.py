@@ -101,6 +101,9 @@ class SavedActivations(OperatorPaths):
         for operator in (operator for unit in units for operator in unit.operators):
             _check_linear(operator)
         super().attach(units)
+        # Packed sizes follow the switch, so a compiled graph must hold operators whose output size is not known
+        # when it is made. Dynamo breaks the graph there unless told; the setting is one for the process.
+        torch._dynamo.config.capture_dynamic_output_shape_ops = True
 
     def detach(self) -> None:
         """Give every operator its own forward back."""
