@@ -22,21 +22,21 @@ def test_norms_are_those_of_float64(granularity):
     units = find_units(model, granularity=granularity)
     backward(model, batch())
 
-    reading = Monitor(model, units).read(rest=True)
+    reading = Monitor(model, units).read(total=True)
 
     np.testing.assert_allclose(reading.norms, reference(units), rtol=1e-6)
     total = sum(p.grad.double().square().sum().item() for p in model.parameters())
-    assert reading.square + reading.rest == pytest.approx(total, rel=1e-6)
+    assert reading.total == pytest.approx(total**0.5, rel=1e-6)
     assert reading.observed.all()
 
 
-def test_the_rest_is_the_same_read_together_or_alone():
+def test_the_total_is_read_only_where_asked():
     model = Toy()
     monitor = Monitor(model, find_units(model))
     backward(model, batch())
 
-    assert monitor.read().rest is None
-    assert monitor.read(rest=True).rest == monitor.read_rest()
+    assert monitor.read().total is None
+    assert monitor.read().norms.tolist() == monitor.read(total=True).norms.tolist()
 
 
 def test_accumulation_of_four_equals_one_big_batch():
@@ -117,7 +117,6 @@ def test_a_nonfinite_gradient_shows_in_its_own_unit_only(bad):
 
     assert np.isfinite(reading.norms).tolist() == [True, True, False, True]
     assert math.isnan(reading.norms[2]) == math.isnan(bad)
-    assert not math.isfinite(reading.square)
 
 
 @pytest.mark.parametrize("scale", [2.0, 65536.0])
@@ -126,11 +125,10 @@ def test_a_loss_scale_is_divided_out_exactly(scale):
     backward(plain, batch())
     backward(scaled, batch(), scale)
 
-    readings = [Monitor(m, find_units(m)).read(s, rest=True) for m, s in ((plain, 1.0), (scaled, scale))]
+    readings = [Monitor(m, find_units(m)).read(s, total=True) for m, s in ((plain, 1.0), (scaled, scale))]
 
     assert readings[0].norms.tolist() == readings[1].norms.tolist()
-    assert readings[0].square == readings[1].square
-    assert readings[0].rest == readings[1].rest
+    assert readings[0].total == readings[1].total
 
 
 def test_an_empty_gradient_has_norm_zero():

@@ -247,11 +247,11 @@ def test_tied_parameters_are_counted_once():
     model.layers[0].up_proj.weight.grad = torch.ones_like(model.layers[0].up_proj.weight)
 
     units = find_units(model)
-    reading = Monitor(model, units).read()
+    reading = Monitor(model, units).read(total=True)
 
     assert units[0].params[0] is units[2].params[0]
     assert reading.norms[0] == reading.norms[2] == pytest.approx(128**0.5)
-    assert reading.square == pytest.approx(128)
+    assert reading.total == pytest.approx(128**0.5)
     assert len(find_units(model, granularity={"up": "*.up_proj"})[0].params) == 3, "one weight and two biases"
 
 

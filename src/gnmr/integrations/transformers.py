@@ -10,7 +10,8 @@ Where it stands in the Trainer's loop::
     for each update:
         forward, backward     for each micro-batch
         clip_grad_norm_       the callback's: unscale, guard.step(), then clip with the guard's norms
-        on_pre_optimizer_step too late to look: the Trainer has clipped by now. Only checks that it looked.
+        on_pre_optimizer_step too late to look: the Trainer has clipped by now. Only checks that it looked (or looks,
+                          in versions of transformers that leave the clipping out with max_grad_norm=0)
         optimizer.step
     on_save                   the guard's state goes into the checkpoint folder, as gnmr.json
     on_train_end              the trace is closed
@@ -52,8 +53,8 @@ class GuardCallback(TrainerCallback):
         guard: the guard, from the beginning of training on.
 
     Raises:
-        gnmr.GuardError: at the beginning of training, under DeepSpeed (it steps inside ``backward``, so that there is
-            no moment to look).
+        gnmr.GuardError: at the beginning of training, under DeepSpeed (it steps inside ``backward``, so that there
+            is no moment to look).
         gnmr.StateError: a resumed run without a readable ``gnmr.json``.
     """
 
@@ -83,17 +84,22 @@ class GuardCallback(TrainerCallback):
             self.guard.detach()
         resumed = state.global_step > 0
         options = {"total_steps": state.max_steps, "resume_record": resumed} | self._options
+        saved = _read_state(self._state_file(args, state)) if resumed else None
         self.guard = Guard(kwargs["model"], self._paths, self._policy, **options)
-        if resumed:
-            self.guard.load_state_dict(_read_state(self._state_file(args, state)))
+        if saved is not None:
+            self.guard.load_state_dict(saved)
+        self._looked = False
         self._take_over(accelerator)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that the guard saw the gradients of this update."""
+        if not self._looked and not args.max_grad_norm:
+            self._look()
         if not self._looked:
             raise GuardError(
-                "the Trainer reached its optimiser without clip_grad_norm_ of its accelerator, so the gradients were "
-                "not read: this Trainer (mixed device meshes, or a subclass with its own clipping) is not supported"
+                "the Trainer reached its optimiser without clip_grad_norm_ of its accelerator, so the gradients "
+                "were not read: this Trainer (mixed device meshes, or a subclass with its own clipping) is not "
+                "supported"
             )
         self._looked = False
 
@@ -113,15 +119,19 @@ class GuardCallback(TrainerCallback):
         accelerator.__dict__.pop("clip_grad_norm_", None)
 
         def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-            assert self.guard is not None  # noqa: S101 (set where this is installed)
             if norm_type != 2:
                 raise ValueError(f"gnmr clips by the L2 norm only, got norm_type={norm_type!r}")
-            accelerator.unscale_gradients()
-            self.guard.step(scaler=accelerator.scaler)
-            self._looked = True
-            return self.guard.clip_grad_norm_(max_norm)
+            return self._look().clip_grad_norm_(max_norm)
 
         accelerator.clip_grad_norm_ = clip
+
+    def _look(self) -> Guard:
+        assert self.guard is not None  # noqa: S101 (set when training begins)
+        accelerator = self._trainer.accelerator
+        accelerator.unscale_gradients()
+        self.guard.step(scaler=accelerator.scaler)
+        self._looked = True
+        return self.guard
 
     def _state_file(self, args: Any, state: Any) -> Path:
         folder = self._resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -133,8 +143,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise StateError(
-            f"the run is resumed and {path} is not there: the checkpoint was saved without gnmr, or lies elsewhere "
-            "(pass resume_from=its folder)"
+            f"the run is resumed and {path} is not there: the checkpoint was saved without gnmr, or lies "
+            "elsewhere (pass resume_from=its folder)"
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise StateError(f"{path} cannot be read: {error}") from error

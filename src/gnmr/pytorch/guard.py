@@ -176,7 +176,8 @@ class Guard:
             scaler = None
         scale = 1.0 if scaler is None else _unscale(scaler, optimizer)
         # Where the gradients are clipped as well, all norms come from one pass and one all-reduce.
-        reading = self._monitor.read(scale, rest=self._clips or scaler is not None, fresh=self._fresh)
+        total = self._clips or scaler is not None
+        reading = self._monitor.read(scale, total=total, fresh=self._fresh)
         if not reading.fresh or not reading.observed.any():
             return self._not_fresh(bool(reading.observed.any()))
         self._fresh = False
@@ -221,18 +222,18 @@ class Guard:
             )
         self._clips = True
         reading = self._reading
-        if reading is None or self._fresh:
-            reading = self._monitor.read(rest=True)
-        total = math.sqrt(reading.square + (self._monitor.read_rest() if reading.rest is None else reading.rest))
-        if error_if_nonfinite and not math.isfinite(total):
-            raise RuntimeError(f"the total norm of the gradients is {total}, so it cannot be clipped")
-        factor = max_norm / (total + 1e-6)
+        if reading is None or reading.total is None or self._fresh:
+            reading = self._monitor.read(total=True)
+        total = torch.tensor(reading.total, dtype=torch.float32)
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the total norm of the gradients is {total.item()}, so it cannot be clipped")
+        factor = float(max_norm / (total + 1e-6))
         if not factor >= 1:  # NaN too
             grads = self._monitor.gradients()
             for group in by_place(grads).values():
                 torch._foreach_mul_([grads[i] for i in group], factor)
         self._reading = None
-        return torch.tensor(total, dtype=torch.float32)
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides and was recorded, as JSON-able values."""
@@ -340,7 +341,7 @@ class Guard:
     def _scaler_skips(self, reading: Reading) -> bool:
         bad = reading.observed & ~np.isfinite(reading.norms)
         # The scaler also looks at the parameters that are no unit's.
-        skips = not math.isfinite(reading.square + (reading.rest or 0.0))
+        skips = reading.total is not None and not math.isfinite(reading.total)
         first, self._skipped = skips and not self._skipped, skips
         if first:
             self._event("skipped", bad, self.controller.step + 1)

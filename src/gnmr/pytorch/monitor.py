@@ -28,23 +28,21 @@ class Reading:
     Attributes:
         norms: (N,) float64 L2 norms; NaN where ``observed`` is False.
         observed: (N,) bool, whether any parameter of the unit has a gradient, on any rank.
-        square: the sum of squares over all the units' parameters, each counted once.
-        rest: the sum of squares over the model's other parameters; None where it was not read.
+        total: the L2 norm over all of the model's gradients; None where only the units were read.
         fresh: whether a backward came before it, on any rank.
     """
 
     norms: Floats
     observed: NDArray[np.bool_]
-    square: float
-    rest: float | None
+    total: float | None
     fresh: bool
 
 
 class Monitor:
-    """The units' norms, and the norm of everything else for clipping.
+    """The units' norms, and the norm of all gradients for clipping.
 
     Args:
-        model: the whole model, for its parameters outside the units.
+        model: the whole model.
         units: N units; a parameter that several of them share enters each of their norms, and once the total.
         group: the process group that shares the decision, or None.
 
@@ -61,6 +59,8 @@ class Monitor:
         self._params = tuple(dict.fromkeys(p for unit in units for p in unit.params))
         inside = set(self._params)
         self._rest = tuple(p for p in model.parameters() if p.requires_grad and p not in inside)
+        position = {p: i for i, p in enumerate(model.parameters())}
+        self._order = np.argsort([position[p] for p in (*self._params, *self._rest)])
         place = {p: i for i, p in enumerate(self._params)}
         pairs = [(place[p], unit.index) for unit in units for p in unit.params]
         # (pairs,) indices: parameter -> unit. Without a shared parameter it is one pair a parameter.
@@ -77,32 +77,34 @@ class Monitor:
         grads = map(gradient, (*self._params, *self._rest))
         return [local_part(grad) for grad in grads if grad is not None]
 
-    def read(self, scale: float = 1.0, *, rest: bool = False, fresh: bool = True) -> Reading:
+    def read(self, scale: float = 1.0, *, total: bool = False, fresh: bool = True) -> Reading:
         """Read the norms of this step's gradients.
 
         Args:
             scale: a live loss scale, to divide by.
-            rest: read the parameters outside the units too, in the same pass.
+            total: read the parameters outside the units too, in the same pass.
             fresh: whether this rank saw a backward since the last reading.
         """
-        params = (*self._params, *self._rest) if rest else self._params
-        squares, present = _squares(list(map(gradient, params)), self._group)
-        p, n = len(self._params), self._n_units
+        params = (*self._params, *self._rest) if total else self._params
+        parts, shares = _parts(list(map(gradient, params)), self._group)
+        with np.errstate(over="ignore", invalid="ignore"):
+            squares = np.square(parts, where=shares > 0, out=np.zeros_like(parts)) * shares
+        n = self._n_units
         summed = np.bincount(self._unit_of_pair, squares[self._of_pair], minlength=n)
-        seen = np.bincount(self._unit_of_pair, present[self._of_pair], minlength=n)
-        mine = np.concatenate([summed, seen, [squares[:p].sum(), squares[p:].sum(), float(fresh)]])
+        seen = np.bincount(self._unit_of_pair, shares[self._of_pair], minlength=n)
+        mine = np.concatenate([summed, seen, [squares.sum(), float(fresh)]])
         sums = all_sum(mine, self._params[0].device, self._group)
         observed = sums[n : 2 * n] > 0
         norms = np.where(observed, np.sqrt(sums[:n]) / scale, np.nan)
-        units, others, freshly = map(float, sums[2 * n :])
-        return Reading(norms, observed, units / scale**2, others / scale**2 if rest else None, freshly > 0)
+        whole = None
+        if total:
+            whole = float(np.sqrt(sums[-2]) if self._group is not None else self._as_torch(parts, shares)) / scale
+        return Reading(norms, observed, whole, bool(sums[-1] > 0))
 
-    def read_rest(self) -> float:
-        """Return the sum of squares of the gradients outside the units, by a pass of its own."""
-        if not self._rest:
-            return 0.0
-        squares, _ = _squares(list(map(gradient, self._rest)), self._group)
-        return float(all_sum(squares.sum(keepdims=True), self._rest[0].device, self._group)[0])
+    def _as_torch(self, parts: Floats, shares: Floats) -> float:
+        """Sum the parts as ``clip_grad_norm_`` does, so that clipping is the same to the last bit."""
+        there = self._order[shares[self._order] > 0]
+        return float(torch.linalg.vector_norm(torch.from_numpy(parts[there]).to(torch.float32)))
 
 
 def gradient(param: nn.Parameter) -> Tensor | None:
@@ -119,16 +121,14 @@ def by_place(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return groups
 
 
-def _squares(grads: Sequence[Tensor | None], group: Group) -> tuple[Floats, Floats]:
-    """Return (P,) squared norms (0 where missing) and (P,) presence, each this rank's share of the sum."""
-    squares, present = np.zeros(len(grads)), np.zeros(len(grads))
-    here = np.array([i for i, grad in enumerate(grads) if grad is not None], dtype=np.int64)
+def _parts(grads: Sequence[Tensor | None], group: Group) -> tuple[Floats, Floats]:
+    """Return (P,) norms of what this rank holds, and (P,) its shares in the sums, 0 where there is nothing."""
+    here = [i for i, grad in enumerate(grads) if grad is not None]
     found = [grad for grad in grads if grad is not None]
-    shares = np.array([share(grad, group) for grad in found])
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares[here] = _norms([local_part(grad) for grad in found]) ** 2 * shares
-    present[here] = shares
-    return squares, present
+    parts, shares = np.zeros(len(grads)), np.zeros(len(grads))
+    parts[here] = _norms([local_part(grad) for grad in found])
+    shares[here] = [share(grad, group) for grad in found]
+    return parts, shares
 
 
 def _norms(tensors: Sequence[Tensor]) -> Floats:

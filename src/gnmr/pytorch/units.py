@@ -14,12 +14,14 @@ from gnmr.errors import UnitError
 
 PROJECTIONS = frozenset(
     # LLaMA, Mistral, Qwen, Gemma; Phi-3 (fused); OPT, Phi; GPT-NeoX; GPT-2; torchtitan
-    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    + ["qkv_proj", "gate_up_proj"]
-    + ["out_proj", "fc1", "fc2", "dense"]
-    + ["query_key_value", "dense_h_to_4h", "dense_4h_to_h"]
-    + ["c_attn", "c_proj", "c_fc"]
-    + ["wq", "wk", "wv", "wo", "w1", "w2", "w3"]
+    [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        *("qkv_proj", "gate_up_proj"),
+        *("out_proj", "fc1", "fc2", "dense"),
+        *("query_key_value", "dense_h_to_4h", "dense_4h_to_h"),
+        *("c_attn", "c_proj", "c_fc"),
+        *("wq", "wk", "wv", "wo", "w1", "w2", "w3"),
+    ]
 )
 """Last names of the attention and MLP projections in the common decoder families."""
 
