@@ -7,62 +7,28 @@ A linear operator of a unit computes, with a cast ``Q`` to the number format of 
 
 Products and sums run in the tensors' own dtype. Every cast is :meth:`Simulated.cast`.
 
-The product is one operator to ``torch.compile`` and to autograd, so that amax histories, counters and random
-numbers work the same in a graph. What a forward learns (amaxes, counts) is booked by its backward, which runs
-once however often checkpointing repeats the forward; a forward without gradients books nothing.
+Under ``torch.compile`` one graph serves every plan; where one of the paths is exact, that graph keeps copies of
+its operands.
 """
 
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import count
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
-from gnmr.errors import GnmrWarning, PathError
+from gnmr.errors import GnmrWarning
 from gnmr.numerics.formats import FORMATS, Format, ScalingName, get_format
-from gnmr.numerics.rounding import absmax, check_scaling, fake_quantize, scale_from
+from gnmr.numerics.rounding import check_scaling, fake_quantize
 from gnmr.paths.amax import AmaxHistory
 from gnmr.paths.base import HIGH, LOW, OperatorPaths
+from gnmr.paths.product import CAST, DROPPED, INPUT, PLANNED, ROLES, Cast, Role, Seat, as_autocast, linear
 from gnmr.pytorch.units import Operator, Unit
-
-Role = Literal["w", "x", "y", "dy", "dw", "dx"]
-ROLES: tuple[Role, ...] = get_args(Role)
-_FORWARD, _BACKWARD = ROLES[:3], ROLES[3:]
-
-_DROPPED, _INPUT, _CAST = 0, 1, 2
-"""What a product keeps of an operand for backward: nothing, the operand itself, its cast."""
-
-
-@dataclass(frozen=True)
-class Cast:
-    """One cast: where it happens and how.
-
-    Attributes:
-        operator: FQN of the operator.
-        unit: index of its unit.
-        role: which tensor: ``"w"``, ``"x"``, ``"y"``, ``"dy"``, ``"dw"`` or ``"dx"``.
-        path: ``gnmr.paths.base.LOW`` or ``HIGH``.
-        step: the optimiser step, from 1.
-        format: the number format.
-        scale: () float32 under delayed scaling; None where the scale comes from the tensor itself.
-        counts: (3,) int64 for the counters of the low-cost path, or None.
-    """
-
-    operator: str
-    unit: int
-    role: Role
-    path: int
-    step: int
-    format: Format
-    scale: Tensor | None
-    counts: Tensor | None
 
 
 class Simulated(OperatorPaths):
@@ -118,7 +84,7 @@ class Simulated(OperatorPaths):
     ) -> None:
         super().__init__()
         self._names = (low or "exact", high or "exact")
-        self._formats = tuple(_formats(name) for name in self._names)
+        self.formats = tuple(_formats(name) for name in self._names)
         self.scaling = scaling
         self._own_scaling: ScalingName = "tensor" if scaling == "delayed" else scaling
         try:
@@ -134,9 +100,9 @@ class Simulated(OperatorPaths):
             raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
         self.rounding = rounding
         self.seed = seed
-        self._step = 1
-        self._seats: list[_Seat] = []
-        self._histories: dict[torch.device, AmaxHistory] = {}
+        self.step = 1
+        self._seats: list[Seat] = []
+        self.histories: dict[torch.device, AmaxHistory] = {}
 
     def cast(self, value: Tensor, at: Cast) -> Tensor:
         """Cast one tensor of one operator to its format and back.
@@ -184,22 +150,31 @@ class Simulated(OperatorPaths):
         sizes: dict[torch.device, int] = {}
         for unit, operator in members:
             device = operator.weight.device
-            self._seats.append(_Seat(self, operator, unit, sizes.get(device, 0)))
+            self._seats.append(Seat(self, operator, unit, sizes.get(device, 0)))
             sizes[device] = sizes.get(device, 0) + len(ROLES)
-        self._histories = {device: AmaxHistory(size, self.amax_history, device) for device, size in sizes.items()}
+        self.histories = {device: AmaxHistory(size, self.amax_history, device) for device, size in sizes.items()}
+
+    def forward_of(self, operator: Operator, route: Any) -> "partial[Tensor]":
+        """Return what replaces an operator's forward; one compiled graph serves every plan."""
+        return partial(_forward, self, operator, super().forward_of(operator, route))
+
+    @property
+    def routes(self) -> Sequence[Any]:
+        """The switches of the units."""
+        return self._routes
 
     def detach(self) -> None:
         """Give every operator its own forward back."""
         super().detach()
         for seat in self._seats:
             seat.leave()
-        self._seats, self._histories = [], {}
+        self._seats, self.histories = [], {}
 
     def end_step(self, step: int) -> None:
         """Roll the amax histories; the noise of stochastic rounding moves on."""
-        self._step = step + 1
+        self.step = step + 1
         if self.scaling == "delayed":
-            for history in self._histories.values():
+            for history in self.histories.values():
                 history.roll()
 
     def counters(self) -> NDArray[np.int64]:
@@ -245,7 +220,7 @@ class Simulated(OperatorPaths):
             if self.scaling == "delayed":
                 entries = dict(zip(ROLES, seat.history.entries(seat.place(ROLES)), strict=True))
                 operators[seat.operator.fqn]["amax"] = {role: entries[role] for role in self.tensors}
-        return {"step": self._step, "operators": operators}
+        return {"step": self.step, "operators": operators}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, bit for bit.
@@ -254,7 +229,7 @@ class Simulated(OperatorPaths):
             gnmr.GnmrWarning: operators without a saved history (theirs starts empty), and saved ones that the
                 model does not have, by name.
         """
-        self._step = int(state_dict.get("step", self._step))
+        self.step = int(state_dict.get("step", self.step))
         saved = dict(state_dict.get("operators", {}))
         missing = []
         for seat in self._seats:
@@ -271,19 +246,28 @@ class Simulated(OperatorPaths):
         if saved:
             _warn(f"the state has operators that the model does not: {', '.join(saved)}; ignored")
 
-    def _run(self, operator: Operator, x: Tensor, path: int) -> Tensor:
-        formats = self._formats[path]
-        if formats is None and self.scaling != "delayed":
-            return operator.plain(x)
-        x, weight, bias = _as_autocast(x, operator.weight, operator.bias)
-        grad = torch.is_grad_enabled()
-        keep_x = self._keep("x", path) if grad and weight.requires_grad else _DROPPED
-        keep_w = self._keep("w", path) if grad and x.requires_grad else _DROPPED
-        handle = operator.module._gnmr_handle
-        return _linear(handle, path, x, weight, bias, keep_x, keep_w)[0]
+    def planned(self, operator: Operator, x: Tensor) -> Tensor:
+        """Run the operator on the path that its unit is on when the product runs, and count it."""
+        return self._product(operator, x, PLANNED)
 
-    def _keep(self, role: Role, path: int) -> int:
-        return _INPUT if self._formats[path] is None or role not in self.tensors else _CAST
+    def _run(self, operator: Operator, x: Tensor, path: int) -> Tensor:
+        if self.formats[path] is None and self.scaling != "delayed":
+            return operator.plain(x)
+        return self._product(operator, x, path)
+
+    def _product(self, operator: Operator, x: Tensor, path: int) -> Tensor:
+        x, weight, bias = as_autocast(x, operator.weight, operator.bias)
+        grad = torch.is_grad_enabled()
+        keep_x = self.keep("x", path) if grad and weight.requires_grad else DROPPED
+        keep_w = self.keep("w", path) if grad and x.requires_grad else DROPPED
+        handle = operator.module._gnmr_handle
+        return linear(handle, path, x, weight, bias, keep_x, keep_w)[0]
+
+    def keep(self, role: Role, path: int) -> int:
+        """What a product keeps of an operand for backward."""
+        formats = self.formats if path == PLANNED else (self.formats[path],)
+        exact = all(pair is None for pair in formats)
+        return INPUT if exact or role not in self.tensors else CAST
 
     def _generator(self, at: Cast, device: torch.device) -> torch.Generator | None:
         if self.rounding == "nearest":
@@ -293,242 +277,10 @@ class Simulated(OperatorPaths):
         return torch.Generator(device).manual_seed(seed)
 
 
-class _Seat:
-    """One operator under simulation: the product, and the books that its casts keep."""
-
-    def __init__(self, paths: Simulated, operator: Operator, unit: int, first: int) -> None:
-        self.paths = paths
-        self.operator = operator
-        self.unit = unit
-        self.counts = torch.zeros(3, dtype=torch.int64)
-        self._first = first
-        self._device = operator.weight.device
-        self._bytes = (0, 0)
-        self._number = next(_numbers)
-        _seats[self._number] = self
-        # A tensor, not an int: a compiled graph takes it as an input and serves all operators of a shape. On
-        # the module, and no parameter or buffer of it, so that no state_dict key changes.
-        operator.module._gnmr_handle = torch.tensor(self._number)
-
-    def leave(self) -> None:
-        _seats.pop(self._number, None)
-        del self.operator.module._gnmr_handle
-
-    @property
-    def history(self) -> AmaxHistory:
-        return self.paths._histories[self._device]
-
-    def place(self, roles: Sequence[Role]) -> slice:
-        start = self._first + ROLES.index(roles[0])
-        return slice(start, start + len(roles))
-
-    def forward(
-        self, path: int, x: Tensor, weight: Tensor, bias: Tensor | None, keep_x: int, keep_w: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        books = _Books(self, path, x.device)
-        w_cast, x_cast = books.cast("w", weight), books.cast("x", x)
-        y = books.cast("y", F.linear(x_cast, w_cast, bias))
-        if keep_x or keep_w:
-            self._bytes = (x.nbytes if keep_x else 0, weight.nbytes if keep_w else 0)
-        kept_x = x_cast if keep_x == _CAST else x.new_empty(0)
-        kept_w = w_cast if keep_w == _CAST else weight.new_empty(0)
-        return (
-            y.contiguous(),
-            kept_x.contiguous(),
-            kept_w.contiguous(),
-            books.amax(_FORWARD),
-            books.counts,
-        )
-
-    def backward(
-        self,
-        path: int,
-        dy: Tensor,
-        x: Tensor | None,
-        weight: Tensor | None,
-        amax: Tensor,
-        counts: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        books = _Books(self, path, dy.device)
-        g = books.cast("dy", dy)
-        dw = dx = None
-        if x is not None:
-            dw = books.cast("dw", g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
-        if weight is not None:
-            dx = books.cast("dx", g @ weight)
-        if path == LOW:
-            self.counts = self.counts.to(counts.device).add_(counts).add_(books.counts)
-        if amax.numel():
-            self.history.record(self.place(_FORWARD), amax)
-            self.history.record(self.place(_BACKWARD), books.amax(_BACKWARD))
-        return dx, dw
-
-    def held_bytes(self, path: int) -> int:
-        x, weight = self._bytes
-        return x + (weight if self.paths._keep("w", path) == _CAST else 0)
-
-
-class _Books:
-    """The casts of one forward or backward, and what they say."""
-
-    def __init__(self, seat: _Seat, path: int, device: torch.device) -> None:
-        self._seat = seat
-        self._path = path
-        self._device = device
-        self._delayed = seat.paths.scaling == "delayed"
-        self._amax: dict[Role, Tensor] = {}
-        self.counts = torch.zeros(3 if path == LOW else 0, dtype=torch.int64, device=device)
-        if self._delayed:
-            seat.history.to(device)
-
-    def cast(self, role: Role, value: Tensor) -> Tensor:
-        paths, seat = self._seat.paths, self._seat
-        if role not in paths.tensors:
-            return value
-        scale, formats = None, paths._formats[self._path]
-        if self._delayed:
-            amax = self._amax[role] = absmax(value, "tensor").float()
-        if formats is None:
-            return value
-        fmt = formats[role in _BACKWARD]
-        if self._delayed:
-            past = seat.history.largest[seat.place([role]).start]
-            scale = scale_from(torch.where(past > 0, past, amax), fmt)
-        counts = self.counts if self._path == LOW else None
-        at = Cast(seat.operator.fqn, seat.unit, role, self._path, paths._step, fmt, scale, counts)
-        return paths.cast(value, at)
-
-    def amax(self, roles: Sequence[Role]) -> Tensor:
-        """(3,) float32, -1 for what was not seen; (0,) without delayed scaling."""
-        if not self._delayed:
-            return torch.empty(0, device=self._device)
-        unseen = torch.tensor(-1.0, device=self._device)
-        return torch.stack([self._amax.get(role, unseen) for role in roles])
-
-
-_numbers = count()
-_seats: dict[int, _Seat] = {}
-
-
-def _seat(handle: Tensor) -> _Seat:
-    try:
-        return _seats[int(handle)]
-    except KeyError:
-        raise PathError(
-            "this forward ran under simulated paths that have been detached since: run backward before detach()"
-        ) from None
-
-
-@torch.library.custom_op("gnmr::simulated_linear", mutates_args=())
-def _linear(
-    handle: Tensor,
-    path: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keep_x: int,
-    keep_w: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _seat(handle).forward(path, x, weight, bias, keep_x, keep_w)
-
-
-@_linear.register_fake
-def _(
-    handle: Tensor,
-    path: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keep_x: int,
-    keep_w: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    kept_x = x.new_empty(x.shape if keep_x == _CAST else 0)
-    kept_w = weight.new_empty(weight.shape if keep_w == _CAST else 0)
-    amax = x.new_empty(3, dtype=torch.float32)
-    return y, kept_x, kept_w, amax, x.new_empty(3, dtype=torch.int64)
-
-
-@torch.library.custom_op("gnmr::simulated_linear_backward", mutates_args=())
-def _linear_backward(
-    handle: Tensor,
-    path: int,
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    amax: Tensor,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
-    dx, dw = _seat(handle).backward(path, dy, x, weight, amax, counts)
-    nothing = dy.new_empty(0)
-    return (
-        nothing if dx is None else dx.contiguous(),
-        torch.empty_like(nothing) if dw is None else dw.contiguous(),
-    )
-
-
-@_linear_backward.register_fake
-def _(
-    handle: Tensor,
-    path: int,
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    amax: Tensor,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
-    dx = dy.new_empty(0 if weight is None else (*dy.shape[:-1], weight.shape[1]))
-    dw = dy.new_empty(0 if x is None else (dy.shape[-1], x.shape[-1]))
-    return dx, dw
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    handle, path, x, weight, _bias, keep_x, keep_w = inputs
-    _y, kept_x, kept_w, amax, counts = output
-    ctx.path = path
-    ctx.save_for_backward(
-        handle,
-        {_DROPPED: None, _INPUT: x, _CAST: kept_x}[keep_x],
-        {_DROPPED: None, _INPUT: weight, _CAST: kept_w}[keep_w],
-        amax,
-        counts,
-    )
-    ctx.mark_non_differentiable(kept_x, kept_w, amax, counts)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 7
-    handle, x, weight, amax, counts = ctx.saved_tensors
-    dx, dw = _linear_backward(handle, ctx.path, dy, x, weight, amax, counts)
-    db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
-    return (
-        None,
-        None,
-        None if weight is None else dx,
-        None if x is None else dw,
-        db,
-        None,
-        None,
-    )
-
-
-_linear.register_autograd(_differentiate, setup_context=_keep_for_backward)
-
-
-def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as autocast casts the operands of ``F.linear``; our own operator is unknown to it."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return _lower(x, dtype), _lower(weight, dtype), None if bias is None else _lower(bias, dtype)
-
-
-def _lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Autocast leaves float64 alone.
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+def _forward(paths: Simulated, operator: Operator, eager: "partial[Tensor]", x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return eager(x)
+    return paths.planned(operator, x) if operator.module.training else operator.plain(x)
 
 
 def _formats(name: str) -> tuple[Format, Format] | None:

@@ -1,6 +1,7 @@
 """Simulated paths against a float64 twin with a quantiser of its own (ml_dtypes, numpy)."""
 
 import json
+import random
 import warnings
 from dataclasses import replace
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
 from gnmr.numerics import FORMATS
 from gnmr.paths.base import HIGH, LOW
-from gnmr.paths.simulated import ROLES
+from gnmr.paths.product import ROLES
 
 DTYPES = {
     "e2m1": ml_dtypes.float4_e2m1fn,
@@ -573,10 +575,10 @@ def test_zero_rows_and_a_zero_gradient_stay_zero():
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scaling", ["token", "delayed"])
-def test_compiled_units_give_the_eager_gradients(backend, scaling):
+@pytest.mark.parametrize(("scaling", "high"), [("token", "exact"), ("delayed", "exact"), ("token", "bf16")])
+def test_compiled_units_give_the_eager_gradients(backend, scaling, high):
     torch.compiler.reset()
-    models, paths = pair(low="e3m2", high="exact", scaling=scaling)
+    models, paths = pair(low="e3m2", high=high, scaling=scaling, tensors=("w", "x", "dy"))
     for layer in models[1].layers:
         layer.compile(backend=backend)
 
@@ -585,6 +587,27 @@ def test_compiled_units_give_the_eager_gradients(backend, scaling):
             torch.testing.assert_close(a, b)
     assert (paths[0].ran() == paths[1].ran()).all()
     assert (paths[0].counters()[2] == paths[1].counters()[2]).all()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_one_graph_serves_all_layers_and_all_plans():
+    torch.compiler.reset()
+    model = Model(n=10)
+    paths = gnmr.Simulated("e3m2", "exact", scaling="delayed")
+    paths.attach(gnmr.find_units(model))
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.layers:
+        layer.compile(backend=counter)
+    draw = random.Random(0)
+    for step in range(1, 41):
+        plan = [draw.random() < 0.3 for _ in paths.units]
+        for unit, recover in enumerate(plan):
+            paths.switch(unit, recover)
+        model(torch.randn(2, 16)).sum().backward()
+
+        assert paths.ran().tolist() == [[int(not p) for p in plan], [int(p) for p in plan]]
+        paths.end_step(step)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize(
