@@ -44,6 +44,9 @@ class SavedActivations(OperatorPaths):
     Nothing is stored for a frozen weight, nor without grad mode. Gradients through the gradient (double backward)
     are an error. In-place changes of an input after the forward do not matter: its codes are kept, not itself.
 
+    Under ``torch.compile`` the switch is a tensor: one graph serves every plan and every layer of a shape. Compile
+    decoder layers (or the model), since operators compiled one by one store a shared input once each.
+
     How shared inputs are counted: :meth:`held_bytes` charges an activation that several operators read to the unit
     that reads it first, and the others nothing. Units that share an input and run on different paths hold both
     formats, so promoting one of them alone costs more than the difference that this table shows.
@@ -55,6 +58,7 @@ class SavedActivations(OperatorPaths):
         group_size: elements in a group.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"``. Its noise is a function of the seed, the step
             and the place in the model, so that a recompute draws it again; micro-batches of a step share it.
+            A compiled graph draws the noise of the eager one.
         seed: of the stochastic rounding.
 
     Raises:
@@ -97,7 +101,12 @@ class SavedActivations(OperatorPaths):
         self._cache = _Cache()
 
     def attach(self, units: Sequence[Unit]) -> None:
-        """Replace the forward of every operator of ``units``."""
+        """Replace the forward of every operator of ``units``.
+
+        Raises:
+            gnmr.UnitError: an operator has a forward that is not its class's, or not ``nn.Linear``'s.
+            gnmr.PathError: attached already, or the model has another guard.
+        """
         for operator in (operator for unit in units for operator in unit.operators):
             _check_linear(operator)
         super().attach(units)
@@ -230,7 +239,7 @@ class SavedActivations(OperatorPaths):
         """The same without Python state: the switch is a tensor, and one graph serves every plan."""
         rows, width = x.shape[:-1].numel(), x.shape[-1]
         dtype = _compute_dtype(x)
-        _saw(slot.counts, slot.flag, rows, width, dtype.itemsize, not slot.first)
+        _saw(slot.counts, slot.flag, rows, width, dtype.itemsize)
         weight, bias = slot.weight, slot.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return slot.operator.plain(x)
@@ -276,11 +285,14 @@ class _Slot:
         self.transposed = operator.transposed
         self.route = route
         self.share = share
-        self.first = first
+        # Tensors, so that one compiled graph serves every plan and every layer.
         self.flag = torch.zeros((), dtype=torch.int64)
         # Compiled forwards on either path; rows, width, bytes of an element, whether another unit is charged.
-        self.counts = torch.zeros(6, dtype=torch.int64)
-        self.seen: NDArray[np.int64] = self.counts.numpy()
+        self.counts = torch.tensor([0, 0, 0, 0, 0, int(not first)])
+
+    @property
+    def seen(self) -> NDArray[np.int64]:
+        return self.counts.numpy()
 
     @property
     def weight(self) -> Tensor:
@@ -339,6 +351,9 @@ class _Cache(threading.local):
 
     def __init__(self) -> None:
         self.cell = _Cell()
+
+    def __reduce__(self) -> "tuple[type[_Cache], tuple[()]]":
+        return (_Cache, ())  # the copy of a model starts with none
 
     def find(self, key: _Input | None, x: Tensor) -> _Entry | None:
         entry = self.cell.entry
@@ -488,13 +503,13 @@ def _generator(seed: int, step: int, key: int, device: torch.device) -> torch.Ge
 
 
 @torch.library.custom_op("gnmr::saw", mutates_args={"counts"})
-def _saw(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int, shared: bool) -> None:
+def _saw(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int) -> None:
     counts[int(flag)] += 1
-    counts[2:] = torch.tensor([rows, width, itemsize, int(shared)])
+    counts[2:5] = torch.tensor([rows, width, itemsize])
 
 
 @_saw.register_fake
-def _(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int, shared: bool) -> None:
+def _(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int) -> None:
     return None
 
 

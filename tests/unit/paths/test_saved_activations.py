@@ -118,9 +118,7 @@ def test_the_recovery_path_of_bf16_is_the_plain_operator():
     torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)
     assert paths.ran().tolist() == [[0, 0, 0], [1, 1, 1]]
     paths.switch(1, recover=False)
-    assert not torch.equal(
-        gradients(model, x)["layers.0.k_proj.weight"], expected["layers.0.k_proj.weight"]
-    )
+    assert not torch.equal(gradients(model, x)["layers.0.k_proj.weight"], expected["layers.0.k_proj.weight"])
 
 
 @pytest.mark.parametrize("conv", [False, True])
@@ -376,3 +374,14 @@ def test_real_models_only_their_weight_gradients_change(kind):
     assert all((high[n] - exact[n]).norm() < 0.3 * (low[n] - exact[n]).norm() for n in units)
     paths.detach()
     assert torch.equal(step()[1][next(iter(units))], exact[next(iter(units))])
+
+
+def test_the_copy_of_a_guarded_model_runs():
+    model, module = linear()
+    attach(model)
+    x = torch.randn(3, 10)
+    module(x)
+    twin = copy.deepcopy(model)
+    twin["h"][0]["q_proj"](x).sum().backward()
+    assert module.weight.grad is None
+    torch.testing.assert_close(twin["h"][0]["q_proj"].weight.grad[0], fake_quantize(x, "e2m1").sum(0))

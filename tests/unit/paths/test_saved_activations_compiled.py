@@ -221,3 +221,23 @@ def test_llama_decoder_layers_compiled():
         step()
     assert counter.frame_count == graphs
     assert (paths.held_bytes() == held).all()
+
+
+def test_all_operators_of_a_llama_compiled_one_by_one_stay_within_the_limit():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=40, use_cache=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    paths = attached(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    for unit in paths.units:
+        # fullgraph raises where the limit is hit; without it, the rest would silently run in eager mode.
+        unit.operators[0].module.compile(backend=counter, fullgraph=True)
+    tokens = torch.randint(0, 40, (2, 8))
+    for step in range(3):
+        model(tokens, labels=tokens).loss.backward()
+        assert paths.ran().sum() == len(paths.units)
+        paths.switch(step, recover=True)
+    assert counter.frame_count <= 4
