@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -195,7 +196,8 @@ def _own(cast: Tensor, operand: Tensor) -> Tensor:
 
 
 _numbers = count()
-_seats: dict[int, Seat] = {}
+# Weak: a model that is dropped without detaching takes its seats along.
+_seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()
 
 
 def _seat(handle: Tensor) -> Seat:

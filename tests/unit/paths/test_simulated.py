@@ -1,8 +1,10 @@
 """Simulated paths against a float64 twin with a quantiser of its own (ml_dtypes, numpy)."""
 
+import gc
 import json
 import random
 import warnings
+import weakref
 from dataclasses import replace
 
 import ml_dtypes
@@ -325,6 +327,18 @@ def test_backward_after_detach_is_an_error():
 
     with pytest.raises(gnmr.PathError, match="run backward before detach"):
         y.sum().backward()
+
+
+def test_a_dropped_model_is_freed_without_detach():
+    module = nn.Linear(8, 4)
+    paths = gnmr.Simulated("e2m1")
+    model = one(paths, module)
+    module(torch.randn(2, 8)).sum().backward()
+    gone = weakref.ref(module)
+    del paths, model, module
+    gc.collect()
+
+    assert gone() is None
 
 
 def train(model, paths, *, reentrant=None, steps=3, micro_batches=2):
