@@ -241,3 +241,20 @@ def test_all_operators_of_a_llama_compiled_one_by_one_stay_within_the_limit():
         assert paths.ran().sum() == len(paths.units)
         paths.switch(step, recover=True)
     assert counter.frame_count <= 4
+
+
+@pytest.mark.parametrize("high", ["e4m3", "bf16"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_custom_operators_are_what_the_compiler_takes_them_for(high, seed):
+    x = torch.randn(6, 10)
+    wanted, flag, scalar = torch.tensor([True, True]), torch.tensor(1), torch.tensor(5)
+    gnmr.SavedActivations()  # registers them
+    how = ("e2m1", high, "token", 128)
+    checks = ("test_schema", "test_faketensor")
+    arguments = (x, wanted, scalar, scalar, *how, seed)
+    torch.library.opcheck(torch.ops.gnmr.pack_input.default, arguments, test_utils=checks)
+    held = torch.ops.gnmr.pack_input(*arguments)
+    arguments = (torch.randn(6, 4), flag, *held, 10, *how, False)
+    torch.library.opcheck(torch.ops.gnmr.weight_gradient.default, arguments, test_utils=checks)
+    counts = torch.zeros(6, dtype=torch.int64)
+    torch.library.opcheck(torch.ops.gnmr.saw.default, (counts, flag, 6, 10, 4), test_utils=checks)
