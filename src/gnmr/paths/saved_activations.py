@@ -42,8 +42,8 @@ class SavedActivations(OperatorPaths):
     """Stores the inputs of a unit's operators in few bits for backward; the forward is exact (paper, setting A).
 
     Nothing is stored for a frozen weight, nor without grad mode. Gradients through the gradient (double backward)
-    are an error. In-place changes of an input after the forward do not matter, since its codes are kept; a bfloat16
-    input in format ``bf16`` is kept itself, and changing it is autograd's usual error.
+    are an error. In-place changes of an input after the forward do not matter, since its codes are kept; but a
+    bfloat16 input in format ``bf16`` is kept itself, and changing it is autograd's usual error.
 
     Under ``torch.compile`` the switch is a tensor: one graph serves every plan and every layer of a shape. Compile
     decoder layers (or the model), since operators compiled one by one store a shared input once each.
