@@ -1,0 +1,43 @@
+"""``gnmr train``: one arm of a recipe, with one seed."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a value: policy.max_active=6. May be repeated.")
+]
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe's name, or a TOML file.")],
+    arm: Annotated[str, typer.Option(help="high, low, gnmr, random, always or norm.")] = "gnmr",
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, data order, faults and draws.")] = 0,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; default: runs/RECIPE/ARM-sSEED.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the run in the folder first.")] = False,
+) -> None:
+    """Train one arm of a recipe. Ctrl-C saves a checkpoint and says how to go on."""
+    from gnmr.lab.recipe import load_recipe
+    from gnmr.lab.runs import run_name
+
+    loaded = load_recipe(recipe, overrides or [])
+    folder = out or Path("runs") / loaded.name / run_name(arm, seed)
+    again = f"gnmr train {recipe} --arm {arm} --seed {seed} --out {folder} --resume"
+    again += "".join(f" --set {override}" for override in overrides or [])
+
+    from gnmr.lab.train import Interrupted, train_arm
+
+    try:
+        result = train_arm(
+            loaded, arm, seed, folder, resume=resume, overwrite=overwrite, again=again, say=typer.echo
+        )
+    except Interrupted as stop:
+        typer.echo(str(stop))
+        raise typer.Exit(128 + stop.signal) from None
+    typer.echo(
+        f"validation loss {float(result['eval_loss']):.4f}, perplexity {float(result['perplexity']):.3f}, "
+        f"{result['tokens_per_second']:.0f} tokens/s; everything is in {folder}"
+    )

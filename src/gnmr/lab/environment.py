@@ -1,0 +1,52 @@
+"""What a run ran on: versions, revision and machine, for its folder and its report."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from gnmr.trace import versions
+
+
+def environment() -> dict[str, Any]:
+    """Return JSON-able facts about this machine and this installation."""
+    import psutil
+    import torch
+
+    return {
+        "versions": versions("torch", "transformers", "accelerate", "datasets", "tokenizers", "pyarrow"),
+        "revision": _revision(),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "system": platform.platform(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _revision() -> str | None:
+    """Return the git revision of the checkout that gnmr runs from, ``+`` if it is changed; None outside one."""
+    here = Path(__file__).parent
+    try:
+        revision = _git(here, "rev-parse", "HEAD")
+        return revision + ("+" if _git(here, "status", "--porcelain", "--", "src") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder.parents[2]), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,0 +1,158 @@
+"""What a comparison says of a run, and of the runs of an arm.
+
+Definitions, where a word could mean several things:
+
+- *promotion ratio*: unit-steps planned on the recovery path, over all unit-steps outside the warm-up.
+- *share over a threshold*: observed unit-steps with GNMR > α (ΔGNMR > β), as in the paper's Table 3.
+- *hit-maxO*: steps whose active set was full (paper, Table 11).
+- *diverged*: a training or validation loss was not finite, or the last validation loss is above that of guessing
+  uniformly, ln(vocabulary).
+- *loss spike*: a logged loss more than 5 standard deviations above the mean of the 20 logged before it; neighbours
+  count as one.
+- *coverage*: faulty unit-steps that ran on the recovery path. *False alarms*: unit-steps on the recovery path that
+  were not faulty.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gnmr.lab import runs
+from gnmr.lab.stress import Fault, faulty
+from gnmr.replay import summary
+from gnmr.trace import Trace, read_trace
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        key: its name in files.
+        label: its heading.
+        unit: ``""``, ``"%"`` (a share, shown in per cent), ``"ms"``, ``"MiB"`` or ``"tok/s"``.
+        better: which way is better.
+    """
+
+    key: str
+    label: str
+    unit: Literal["", "%", "ms", "MiB", "tok/s"] = ""
+    better: Literal["lower", "higher", "none"] = "none"
+
+
+COLUMNS = (
+    Column("perplexity", "validation perplexity", better="lower"),
+    Column("eval_loss", "validation loss", better="lower"),
+    Column("diverged", "diverged runs", better="lower"),
+    Column("loss_spikes", "loss spikes", better="lower"),
+    Column("promotion_ratio", "promotion ratio", "%"),
+    Column("exceeds_gnmr", "GNMR > α", "%"),
+    Column("exceeds_delta", "ΔGNMR > β", "%"),
+    Column("hit_max", "hit maxO", "%"),
+    Column("fault_coverage", "faults covered", "%", better="higher"),
+    Column("false_alarms", "false alarms", "%", better="lower"),
+    Column("step_seconds", "median step", "ms", better="lower"),
+    Column("tokens_per_second", "tokens per second", "tok/s", better="higher"),
+    Column("held_bytes_units", "held by units", "MiB", better="lower"),
+    Column("held_bytes_model", "held by model", "MiB", better="lower"),
+    Column("peak_memory", "peak memory", "MiB", better="lower"),
+)
+"""Every column, in the order of the table."""
+
+SPIKE_WINDOW, SPIKE_SIGMAS = 20, 5.0
+
+Values = dict[str, float | None]
+
+
+def measure_run(folder: Path, vocab_size: int | None = None) -> Values:
+    """Return a finished run's metrics by column key; None where one does not apply.
+
+    Raises:
+        gnmr.RunError: the run is not finished, or one of its files is damaged.
+        gnmr.TraceError: likewise, for its trace.
+    """
+    result = runs.read_json(folder / runs.RESULT)
+    trace = read_trace((folder / runs.TRACE).with_suffix(".parquet"))
+    rows = runs.read_metrics(folder / runs.METRICS)
+    losses = [float(row["loss"]) for row in rows if "loss" in row]
+    evaluations = [float(row["eval_loss"]) for row in rows if "eval_loss" in row]
+    done = summary(trace)
+    static = trace.header.get("trigger") == "fixed"
+    measured = {key: float(result[key]) for key in _MEASURED}
+    return {
+        **measured,
+        "diverged": float(diverged(losses, evaluations, vocab_size)),
+        "loss_spikes": float(count_spikes(losses)),
+        "promotion_ratio": done.promotion_ratio,
+        "exceeds_gnmr": done.exceeds_gnmr,
+        "exceeds_delta": done.exceeds_delta,
+        "hit_max": None if static else done.hit_max,
+        **_against_faults(folder / runs.FAULTS, trace),
+    }
+
+
+def diverged(losses: Sequence[float], evaluations: Sequence[float], vocab_size: int | None) -> bool:
+    """Return whether a run diverged, as defined above; without a vocabulary only by what is not finite."""
+    if not all(map(math.isfinite, [*losses, *evaluations])):
+        return True
+    return vocab_size is not None and bool(evaluations) and evaluations[-1] > math.log(vocab_size)
+
+
+def count_spikes(losses: Sequence[float]) -> int:
+    """Count loss spikes, as defined above; what is not finite is a spike.
+
+    Examples:
+        >>> count_spikes([2.0, 2.1] * 15 + [9.0, 8.0] + [2.0, 2.1] * 5)
+        1
+    """
+    count, inside = 0, False
+    for i in range(SPIKE_WINDOW, len(losses)):
+        before = np.array(losses[i - SPIKE_WINDOW : i])
+        before = before[np.isfinite(before)]
+        limit = before.mean() + SPIKE_SIGMAS * before.std() if before.size else math.inf
+        spike = not math.isfinite(losses[i]) or losses[i] > limit
+        count += spike and not inside
+        inside = spike or (inside and losses[i] > before.mean())
+    return count
+
+
+def aggregate(per_seed: Sequence[float | None]) -> dict[str, Any]:
+    """Return mean, standard error (None for one seed) and the values of the seeds, as JSON takes them."""
+    values = [value for value in per_seed if value is not None]
+    if not values:
+        return {"mean": None, "se": None, "per_seed": list(per_seed)}
+    mean = float(np.mean(values))
+    se = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+    return {
+        "mean": runs.number(mean),
+        "se": None if se is None else runs.number(se),
+        "per_seed": [None if value is None else runs.number(value) for value in per_seed],
+    }
+
+
+_MEASURED = (
+    "perplexity",
+    "eval_loss",
+    "step_seconds",
+    "tokens_per_second",
+    "held_bytes_units",
+    "held_bytes_model",
+    "peak_memory",
+)
+
+
+def _against_faults(path: Path, trace: Trace) -> Values:
+    if not path.exists():
+        return {"fault_coverage": None, "false_alarms": None}
+    faults = [Fault(**fault) for fault in runs.read_json(path)]
+    bad = faulty(faults, len(trace.steps), len(trace.units))
+    planned = trace.planned
+    covered = planned & bad
+    return {
+        "fault_coverage": float(covered.sum() / bad.sum()) if bad.any() else None,
+        "false_alarms": float((planned & ~bad).sum() / planned.sum()) if planned.any() else None,
+    }

@@ -1,0 +1,57 @@
+"""The model of a recipe: a seeded LLaMA of its shapes, or a pre-trained causal LM."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from gnmr.errors import RecipeError
+from gnmr.lab.recipe import Model
+
+
+def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -> Any:
+    """Return the model; a new one's weights depend on the seed and nothing else.
+
+    Args:
+        model: the recipe's section.
+        vocab_size: of the tokenizer.
+        sequence_length: the longest sequence.
+        seed: of the initialisation.
+
+    Raises:
+        gnmr.RecipeError: ``name_or_path`` cannot be loaded, or its vocabulary is smaller than the tokenizer's.
+    """
+    dtype = getattr(torch, model.dtype)
+    if model.name_or_path is not None:
+        return _pretrained(model.name_or_path, dtype, vocab_size)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads or model.num_attention_heads,
+        max_position_embeddings=sequence_length,
+        rms_norm_eps=1e-6,
+        initializer_range=0.02,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def _pretrained(name: str, dtype: torch.dtype, vocab_size: int) -> Any:
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.name_or_path = {name!r} cannot be loaded: {error}") from error
+    rows = loaded.get_input_embeddings().num_embeddings
+    if rows < vocab_size:
+        raise RecipeError(
+            f"model.name_or_path = {name!r} has {rows} embeddings, and the tokenizer {vocab_size} tokens: set "
+            "data.tokenizer to the model's own"
+        )
+    loaded.config.use_cache = False
+    return loaded

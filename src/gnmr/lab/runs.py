@@ -1,0 +1,108 @@
+"""A run's folder: who may write to it, what stands in it, and how to read it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from gnmr._io import write_text
+from gnmr.errors import RunError
+
+RECIPE, ENVIRONMENT, METRICS, TRACE = "recipe.toml", "environment.json", "metrics.jsonl", "trace.arrow"
+FAULTS, RESULT, MODEL, LOG = "faults.json", "result.json", "model", "run.log"
+
+
+def run_name(arm: str, seed: int) -> str:
+    """Return the name of a run's folder."""
+    return f"{arm}-s{seed}"
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run folder.
+
+    Raises:
+        gnmr.RunError: another process has it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise RunError(
+            f"{folder} is in use by another process: wait for it, or give another folder with --out"
+        ) from None
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a run.
+
+    Raises:
+        gnmr.RunError: it is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunError(f"{path} is not there: the run has not come to its end") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+
+
+def number(value: float) -> float | str:
+    """Return a float as JSON takes it: NaN and Inf become strings that ``float`` reads."""
+    return value if value == value and abs(value) != float("inf") else str(value)
+
+
+class Metrics:
+    """The run's measurements, one JSON object a line, each on the disk before training goes on.
+
+    Args:
+        path: ``metrics.jsonl``.
+        keep_through_step: for a run that goes on: later lines are dropped.
+    """
+
+    def __init__(self, path: Path, keep_through_step: int) -> None:
+        self._path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= keep_through_step] if path.exists() else []
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def add(self, **row: Any) -> None:
+        """Add a line; floats that JSON lacks become strings."""
+        plain = {key: number(value) if isinstance(value, float) else value for key, value in row.items()}
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(plain, allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunError(
+                f"{self._path} cannot be written: {error}. What was written before is kept: make room, and go on with "
+                "--resume"
+            ) from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read ``metrics.jsonl``; a last line that a kill cut short is left out.
+
+    Raises:
+        gnmr.RunError: it is missing, or a line before the last is damaged.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    rows = []
+    for place, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if place < len(lines):
+                raise RunError(f"{path}, line {place}: {error}") from error
+    return rows

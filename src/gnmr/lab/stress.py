@@ -1,0 +1,146 @@
+"""Seeded faults in the low-cost path of one unit at a time, for a stretch of steps.
+
+They stand for what goes wrong in real runs, and only the low-cost path has them: a unit on its recovery path is
+unharmed. All act on the gradient that reaches the unit's output, dL/dy, before its two products, as a fault of its
+cast would: both the weight gradient and what the unit passes on come out wrong.
+
+    gradient_scale   dL/dy is ``factor`` times too large
+    saturation       dL/dy is clipped at 1/``factor`` of its largest magnitude
+    nan              one element of dL/dy is NaN
+
+and one acts on the scales of delayed scaling, for every tensor that the path casts:
+
+    stale_scale      the scale is ``factor`` times too small: most of the tensor saturates
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gnmr import Paths, Simulated
+from gnmr.errors import RecipeError
+from gnmr.paths.base import LOW, OperatorPaths
+from gnmr.pytorch.units import Operator, Unit
+
+KINDS = ("gradient_scale", "stale_scale", "saturation", "nan")
+
+
+class Fault(NamedTuple):
+    """A unit's low-cost path is faulty from step ``first`` to step ``last``, both included."""
+
+    first: int
+    last: int
+    unit: int
+
+
+def schedule(
+    *, n_units: int, steps: int, first_step: int, every: int, duration: int, seed: int
+) -> tuple[Fault, ...]:
+    """Draw the faults of a run: every ``every`` steps, one random unit for ``duration`` steps.
+
+    Examples:
+        >>> faults = schedule(n_units=4, steps=100, first_step=50, every=25, duration=10, seed=0)
+        >>> [(fault.first, fault.last) for fault in faults]
+        [(50, 59), (75, 84), (100, 100)]
+    """
+    draw = np.random.default_rng([seed, 1])
+    return tuple(
+        Fault(first, min(first + duration - 1, steps), int(draw.integers(n_units)))
+        for first in range(first_step, steps + 1, every)
+    )
+
+
+def faulty(faults: Sequence[Fault], steps: int, n_units: int) -> NDArray[np.bool_]:
+    """Return (steps, N) bool: row t - 1 says whose low-cost path is faulty at step t."""
+    found = np.zeros((steps, n_units), dtype=np.bool_)
+    for fault in faults:
+        found[fault.first - 1 : fault.last, fault.unit] = True
+    return found
+
+
+def stressed(kind: type[Paths], fault: str, factor: float) -> type[Any]:
+    """Return a subclass of a path class whose low-cost path suffers the faults in its ``faults``.
+
+    Args:
+        kind: the path class.
+        fault: one of :data:`KINDS`.
+        factor: how bad it is, > 0.
+
+    Raises:
+        gnmr.RecipeError: the class does not offer what the fault needs.
+    """
+    if not issubclass(kind, OperatorPaths) or (fault == "stale_scale" and not issubclass(kind, Simulated)):
+        raise RecipeError(f"stress.kind = {fault!r} cannot act on {kind.__name__}: it needs 'simulated' paths")
+    body = {"fault": fault, "factor": factor}
+    bases: tuple[type, ...] = (_Stressed, kind)
+    if fault == "stale_scale":
+        bases = (_StaleScale, *bases)
+    return type(f"Stressed{kind.__name__}", bases, body)
+
+
+class _Stressed(OperatorPaths):
+    """Mixed in before a path class: see :func:`stressed`."""
+
+    fault: str
+    factor: float
+    faults: Sequence[Fault] = ()
+    _now = 1
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        super().attach(units)
+        self._unit_of = {operator.fqn: unit.index for unit in units for operator in unit.operators}
+
+    def low(self, operator: Operator, x: Tensor) -> Tensor:
+        y = super().low(operator, x)  # type: ignore[safe-super]
+        harmed = self.fault != "stale_scale" and self.is_faulty(self._unit_of[operator.fqn])
+        return _Harm.apply(y, self.fault, self.factor) if harmed else y
+
+    def is_faulty(self, unit: int) -> bool:
+        return any(each.unit == unit and each.first <= self._now <= each.last for each in self.faults)
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        self._now = step + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "stress_step": self._now}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        rest = dict(state_dict)
+        self._now = int(rest.pop("stress_step"))
+        super().load_state_dict(rest)
+
+
+class _StaleScale:
+    """Mixed in before :class:`_Stressed` over :class:`gnmr.Simulated`."""
+
+    def cast(self, value: Tensor, at: Any) -> Tensor:
+        if at.path == LOW and at.scale is not None and self.is_faulty(at.unit):  # type: ignore[attr-defined]
+            at = replace(at, scale=at.scale / self.factor)  # type: ignore[attr-defined]
+        return super().cast(value, at)  # type: ignore[misc]
+
+
+class _Harm(torch.autograd.Function):
+    """The identity, with a faulty gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, fault: str, factor: float) -> Tensor:
+        ctx.fault, ctx.factor = fault, factor
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (dy,) = grads
+        if ctx.fault == "gradient_scale":
+            return dy * ctx.factor, None, None
+        if ctx.fault == "saturation":
+            limit = dy.abs().amax() / ctx.factor if dy.numel() else 0.0
+            return dy.clamp(-limit, limit), None, None
+        harmed = dy.clone()
+        harmed.view(-1)[:1] = torch.nan
+        return harmed, None, None

@@ -1,0 +1,150 @@
+"""The table of a comparison: on the terminal, and as JSON, CSV and Markdown."""
+
+import csv
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from gnmr._io import write_json, write_text
+
+_TERMINAL = (
+    "perplexity",
+    "diverged",
+    "loss_spikes",
+    "promotion_ratio",
+    "exceeds_gnmr",
+    "exceeds_delta",
+    "hit_max",
+    "fault_coverage",
+    "false_alarms",
+    "step_seconds",
+    "tokens_per_second",
+    "held_bytes_units",
+    "held_bytes_model",
+    "peak_memory",
+)
+_SCALES = {"%": 100.0, "ms": 1000.0, "MiB": 2.0**-20}
+
+
+def write_tables(comparison: Mapping[str, Any], folder: Path) -> None:
+    """Write ``comparison.json``, ``.csv`` (a line for each arm and seed) and ``.md`` into the folder."""
+    write_json(folder / "comparison.json", comparison)
+    write_text(folder / "comparison.csv", as_csv(comparison))
+    write_text(folder / "comparison.md", as_markdown(comparison))
+
+
+def as_rich(comparison: Mapping[str, Any]) -> Table:
+    """Return the table for a terminal: metrics down, arms across."""
+    table = Table(title=f"{comparison['recipe']['name']}: means over {_seeds(comparison)}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for row in comparison["rows"]:
+        table.add_column(row["arm"], justify="right", no_wrap=True)
+    for label, cells in _cells(comparison):
+        table.add_row(label, *cells)
+    return table
+
+
+def as_markdown(comparison: Mapping[str, Any]) -> str:
+    """Return the same table as Markdown, the differences between the arms of a seed, and the machine."""
+    arms = [row["arm"] for row in comparison["rows"]]
+    lines = [
+        f"| means over {_seeds(comparison)} | " + " | ".join(arms) + " |",
+        "|---|" + "---:|" * len(arms),
+        *(f"| {label} | " + " | ".join(cells) + " |" for label, cells in _cells(comparison)),
+        "",
+        *differences(comparison),
+        "",
+        machine(comparison),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(comparison: Mapping[str, Any]) -> str:
+    """Return one line for each arm and seed, in plain units (seconds, bytes, shares)."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    keys = [column["key"] for column in comparison["columns"]]
+    writer.writerow(["arm", "seed", *keys])
+    for row in comparison["rows"]:
+        for place, seed in enumerate(comparison["seeds"]):
+            values = [row["metrics"][key]["per_seed"][place] for key in keys]
+            writer.writerow([row["arm"], seed, *("" if value is None else value for value in values)])
+    return out.getvalue()
+
+
+def differences(comparison: Mapping[str, Any]) -> list[str]:
+    """Say in words how gnmr stands to each of the others, seed by seed: loss differences below zero favour gnmr."""
+    losses = {row["arm"]: row["metrics"]["eval_loss"]["per_seed"] for row in comparison["rows"]}
+    if "gnmr" not in losses:
+        return []
+    lines = []
+    for arm, others in losses.items():
+        pairs = [
+            (float(mine), float(other))
+            for mine, other in zip(losses["gnmr"], others, strict=True)
+            if mine is not None and other is not None
+        ]
+        if arm == "gnmr" or not pairs:
+            continue
+        gaps = [mine - other for mine, other in pairs]
+        mean = sum(gaps) / len(gaps)
+        error = _standard_error(gaps)
+        spread = "" if error is None else f" ± {error:.4f}"
+        better = sum(gap < 0 for gap in gaps)
+        lines.append(
+            f"- gnmr minus {arm}: {mean:+.4f}{spread} validation loss, lower in {better} of {len(gaps)} seeds"
+        )
+    return lines
+
+
+def machine(comparison: Mapping[str, Any]) -> str:
+    """Name the machine and the versions in one line."""
+    facts, versions = comparison["environment"]["machine"], comparison["environment"]["versions"]
+    where = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
+    threads = comparison["recipe"]["run"]["threads"]
+    return (
+        f"{where}, {facts['memory_gib']} GiB, {threads} thread(s) a run; Python {versions['python']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}"
+    )
+
+
+def _cells(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    columns = {column["key"]: column for column in comparison["columns"]}
+    found = []
+    for key in _TERMINAL:
+        column = columns[key]
+        entries = [row["metrics"][key] for row in comparison["rows"]]
+        if all(entry["mean"] is None for entry in entries):
+            continue
+        unit = f" ({column['unit']})" if column["unit"] else ""
+        found.append((column["label"] + unit, [_cell(entry, key, column["unit"]) for entry in entries]))
+        if key == "perplexity" and entries[0]["se"] is not None:
+            found.append(("  standard error", [f"{float(entry['se']):.3f}" for entry in entries]))
+    return found
+
+
+def _cell(entry: Mapping[str, Any], key: str, unit: str) -> str:
+    if entry["mean"] is None:
+        return "-"
+    if key in ("diverged", "loss_spikes"):
+        return f"{sum(float(value) for value in entry['per_seed'] if value is not None):.0f}"
+    scale = _SCALES.get(unit, 1.0)
+    mean = float(entry["mean"]) * scale
+    digits = 0 if mean >= 1000 else 1 if unit == "%" else 3 if unit == "" else 2
+    return f"{mean:.{digits}f}"
+
+
+def _seeds(comparison: Mapping[str, Any]) -> str:
+    count = len(comparison["seeds"])
+    return f"{count} seed" + ("s" if count > 1 else "")
+
+
+def _standard_error(values: list[float]) -> float | None:
+    if len(values) < 2:
+        return None
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
