@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gnmr import Guard, GuardError, Policy
 from toys import Toy, ToyPaths, batch
 
-rank, world = int(sys.argv[1]), int(sys.argv[2])
+rank, world = map(int, sys.argv[1:3]) if __name__ == "__main__" else (0, 1)
 POLICY = Policy(max_active=1, alpha=1.2)
 STEPS, SPIKE = 6, 3
 
@@ -181,4 +181,5 @@ def main():
     Path(sys.argv[4]).write_text(json.dumps(found))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -9,15 +9,19 @@ import torch
 
 from gnmr import Policy
 
-spec = importlib.util.spec_from_file_location("test_trainer", Path(__file__).with_name("test_trainer.py"))
-host_of = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(host_of)
 
-folder, mode = Path(sys.argv[1]), sys.argv[2]
-policy = Policy(max_active=2, alpha=1.01, window=2)
-host, watcher = host_of.make(folder, policy, save_strategy="steps", save_steps=2, max_steps=8)
-if mode == "slow":
-    compute = host.compute_loss
-    host.compute_loss = lambda *args, **kwargs: (time.sleep(0.2), compute(*args, **kwargs))[1]
-host.train(resume_from_checkpoint=mode == "resume")
-torch.save({"weights": host_of.weights(host), "guard": watcher.guard.state_dict()}, folder / "end.pt")
+def main(folder: Path, mode: str) -> None:
+    spec = importlib.util.spec_from_file_location("test_trainer", Path(__file__).with_name("test_trainer.py"))
+    tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tests)
+    policy = Policy(max_active=2, alpha=1.01, window=2)
+    host, watcher = tests.make(folder, policy, save_strategy="steps", save_steps=2, max_steps=8)
+    if mode == "slow":
+        compute = host.compute_loss
+        host.compute_loss = lambda *args, **kwargs: (time.sleep(0.2), compute(*args, **kwargs))[1]
+    host.train(resume_from_checkpoint=mode == "resume")
+    torch.save({"weights": tests.weights(host), "guard": watcher.guard.state_dict()}, folder / "end.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
