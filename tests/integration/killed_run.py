@@ -1,4 +1,4 @@
-"""A training run in a process of its own, for a test to kill: FOLDER slow | resume | whole."""
+"""A training run in a process of its own, for a test to kill: FOLDER slow | resume."""
 
 import importlib.util
 import sys

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from gnmr import Guard, Policy
+from gnmr import GnmrWarning, Guard, Policy
 from gnmr.triggers import Random
 from toys import Quiet, Toy, backward, batch
 
@@ -78,6 +78,20 @@ def test_a_layer_that_was_compiled_before_the_guard_came_is_not_missed():
     backward(model, batch())
 
     assert guard.step() is not None, "the read-back saw every unit on its path"
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_a_model_compiled_as_a_whole_is_warned_about(how):
+    model = Toy()
+    if how == "wrapped":
+        model = torch.compile(model, backend="aot_eager")
+    else:
+        model.compile(backend="aot_eager")
+
+    with pytest.warns(GnmrWarning, match="compiled as a whole.*Compile its layers one by one"):
+        guard = Guard(model, Quiet(), Policy(max_active=1))
+    guard.detach()
+    Guard(model, None, Policy(max_active=1), monitor_only=True)
 
 
 @pytest.mark.slow

@@ -77,6 +77,10 @@ class Guard:
     Raises:
         gnmr.UnitError: see :func:`gnmr.find_units`.
         ValueError: no paths without ``monitor_only``, or a policy in fractions without ``total_steps``.
+        gnmr.PathError: the backend, or the model, has another guard.
+
+    Warns:
+        gnmr.GnmrWarning: the model is compiled as a whole, so that new plans recompile it.
 
     Examples:
         >>> import torch, gnmr
@@ -134,6 +138,8 @@ class Guard:
         self._resume_record = resume_record
         self._header = dict(header or {})
         self._writer: TraceWriter | None = None
+        if not monitor_only and _is_compiled_whole(model):
+            warnings.warn(_WHOLE, GnmrWarning, stacklevel=2)
         if paths is not None:
             paths.attach(self.units)
         params = dict.fromkeys(param for unit in self.units for param in unit.params)
@@ -408,6 +414,17 @@ _NO_GRADIENT = (
     "If the parameters were replaced since the guard was attached (fully_shard, .to() of a new dtype), "
     "attach it after that"
 )
+
+
+_WHOLE = (
+    "the model is compiled as a whole: each plan that is new compiles it again, and beyond torch's recompile "
+    "limit it runs uncompiled. Compile its layers one by one (for layer in model.layers: layer.compile()), or pass "
+    "monitor_only=True"
+)
+
+
+def _is_compiled_whole(model: nn.Module) -> bool:
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> float:
