@@ -418,8 +418,8 @@ _NO_GRADIENT = (
 
 _WHOLE = (
     "the model is compiled as a whole: each plan that is new compiles it again, and beyond torch's recompile "
-    "limit it runs uncompiled. Compile its layers one by one (for layer in model.layers: layer.compile()), or pass "
-    "monitor_only=True"
+    "limit it runs uncompiled. Compile its layers one by one (for layer in model.layers: layer.compile()), or "
+    "pass monitor_only=True"
 )
 
 
