@@ -174,8 +174,9 @@ def main() -> None:
             "|---|---|---|---|---|---|---|",
             *rows,
             "",
-            f"The guard's own work is {own:.2f} ms a step, whatever the size of the tensors: {own / step:.2%} of the",
-            "second row's step. Where the error of that row is larger than its limit allows, this is the sharper bound.",
+            f"The guard's own work is {own:.2f} ms a step, whatever the size of the tensors: {own / step:.2%} of",
+            "the second row's step. Where the error of that row is larger than its limit allows, this is the",
+            "sharper bound.",
         ]
     )
     print(section)

@@ -10,8 +10,8 @@ Where it stands in the Trainer's loop::
     for each update:
         forward, backward     for each micro-batch
         clip_grad_norm_       the callback's: unscale, guard.step(), then clip with the guard's norms
-        on_pre_optimizer_step too late to look: the Trainer has clipped by now. Only checks that it looked (or looks,
-                          in versions of transformers that leave the clipping out with max_grad_norm=0)
+        on_pre_optimizer_step too late to look: the Trainer has clipped by now. Only checks that it looked
+                          (or looks, in versions of transformers that do not clip with max_grad_norm=0)
         optimizer.step
     on_save                   the guard's state goes into the checkpoint folder, as gnmr.json
     on_train_end              the trace is closed
