@@ -3,6 +3,8 @@
 Runs in a few seconds on a CPU:  python examples/plain_loop.py
 """
 
+from pathlib import Path
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,7 +16,7 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-text = torch.tensor(list(open(__file__, "rb").read()))
+text = torch.tensor(list(Path(__file__).read_bytes()))
 
 guard = gnmr.Guard(
     model,

@@ -3,6 +3,8 @@
 Runs in a few seconds on a CPU:  python examples/trainer.py
 """
 
+from pathlib import Path
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -12,7 +14,7 @@ from gnmr.integrations.transformers import GuardCallback
 config = LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4
 )
-text = torch.tensor(list(open(__file__, "rb").read()))
+text = torch.tensor(list(Path(__file__).read_bytes()))
 windows = [text[i : i + 64] for i in range(0, len(text) - 64, 4)]
 trainer = Trainer(
     model=LlamaForCausalLM(config),

@@ -198,8 +198,12 @@ class TraceWriter:
             mask = self._missing[:rows].ravel() if name == "norm" else None
             columns.append(pa.array(values, type=kind, mask=mask))
         with _Reported(self.path, "written"):
-            self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-            self._sync()
+            try:
+                self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+                self._sync()
+            except OSError:
+                self.abandon()
+                raise
         self._filled = 0
 
     def close(self) -> Path:
@@ -220,6 +224,12 @@ class TraceWriter:
                         out.write_batch(batch)
             self.path.unlink()
         return parquet
+
+    def abandon(self) -> None:
+        """Leave the stream as it is on the disk, without what was not flushed."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> Self:
         return self
