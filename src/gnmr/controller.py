@@ -32,15 +32,18 @@ SCHEMA = 1
 
 
 class State(NamedTuple):
-    """What the controller remembers; N units, δ = ``policy.window``."""
+    """What the controller remembers; N units, δ = ``policy.window``.
+
+    The histories are tuples of rows: a push passes the old rows on and makes one new, with no copy of the whole.
+    """
 
     step: Array  # () int64: steps seen
-    count: Array  # (N,) int64: norms absorbed, the unit's own clock
-    mean: Array  # (N,) float64: A, the long-horizon mean of the absorbed norms
-    queue: Array  # (δ, N) float64: Q, the last GNMR values, oldest first; min(count, δ) are filled
-    past: Array  # (n, N) float64: the last n norms under Window(n), else n = 0
+    count: Array  # (N,) float64, whole: norms absorbed, the unit's own clock, which the mean divides by
+    mean: Array  # (N,) float64: A, the long-horizon mean of the absorbed norms; 0 before the first
+    queue: tuple[Array, ...]  # δ rows (N,) float64: Q, the last GNMR values, oldest first; min(count, δ) are filled
+    past: tuple[Array, ...]  # n rows (N,) float64: the last n norms under Window(n), else none
     active: Array  # (N,) bool: on the recovery path at step ``step + 1``
-    lock: Array  # (N,) int64: updates that the unit stays a candidate
+    lock: Array  # (N,) int32: updates that the unit stays a candidate
 
 
 class Decision(NamedTuple):
@@ -77,16 +80,15 @@ def init(policy: Policy, n_units: int, xp: ModuleType = np, device: Any = None) 
         )
     xp = array_api_compat.array_namespace(xp.empty(0))
     past = policy.history.length if isinstance(policy.history, Window) else 0
-    ints: dict[str, Any] = {"dtype": xp.int64, "device": device}
-    reals: dict[str, Any] = {"dtype": xp.float64, "device": device}
+    zeros = xp.zeros(n_units, dtype=xp.float64, device=device)
     return State(
-        step=xp.zeros((), **ints),
-        count=xp.zeros(n_units, **ints),
-        mean=xp.zeros(n_units, **reals),
-        queue=xp.zeros((policy.window, n_units), **reals),
-        past=xp.zeros((past, n_units), **reals),
+        step=xp.zeros((), dtype=xp.int64, device=device),
+        count=zeros,
+        mean=zeros,
+        queue=(zeros,) * policy.window,
+        past=(zeros,) * past,
         active=xp.full(n_units, policy.warmup_steps > 0, dtype=xp.bool, device=device),
-        lock=xp.zeros(n_units, **ints),
+        lock=xp.zeros(n_units, dtype=xp.int32, device=device),
     )
 
 
@@ -106,55 +108,65 @@ def update(
         The next state and the :class:`Decision`.
     """
     xp = array_api_compat.array_namespace(norms)
-    if observed is None:
-        observed = xp.ones_like(norms, dtype=xp.bool)
+    one, infinite = xp.ones_like(norms[:1]), xp.full_like(norms[:1], xp.inf)
     step = state.step + 1
 
     # Algorithm 1. A norm whose ratio overflows is as useless as an Inf, and treated as one.
-    fresh = (state.count == 0) | (state.mean == 0)
-    ratio = norms / (xp.where(fresh, xp.ones_like(norms), state.mean) + policy.eps)
-    finite = xp.isfinite(norms) & xp.isfinite(ratio)
-    nonfinite = observed & ~finite
-    global_fault = 2 * xp.sum(nonfinite) > xp.sum(observed)
+    fresh = state.mean == 0
+    ratio = norms / (state.mean + policy.eps)
+    finite = xp.isfinite(_where(xp, fresh, norms, ratio))
+    observed = xp.ones_like(finite) if observed is None else observed
     ready = observed & finite
+    nonfinite = observed & ~finite
+    global_fault = 2 * xp.count_nonzero(nonfinite) > xp.count_nonzero(observed)
 
-    gnmr = xp.where(ready & ~fresh, ratio, xp.ones_like(norms))
-    usual = _sum_of_rows(state.queue) / policy.window + policy.eps
-    delta = xp.where(ready & (state.count >= policy.window), gnmr / usual, xp.ones_like(norms))
-    risk = _risk(xp, policy, step, gnmr, delta)
-    risk = xp.where(ready, risk, xp.zeros_like(risk))
-    gnmr, delta, risk = (
-        xp.where(nonfinite, xp.full_like(value, xp.inf), value) for value in (gnmr, delta, risk)
-    )
+    silent = _where(xp, nonfinite, infinite, one)  # what a unit scores that has no ratio
+    gnmr = _where(xp, ready & ~fresh, ratio, silent)
+    usual = _sum(state.queue)
+    usual /= policy.window
+    usual += policy.eps
+    delta = _where(xp, ready & (state.count >= policy.window), gnmr / usual, silent)
+    risk = _where(xp, observed, _risk(xp, policy, step, gnmr, delta), 0 * one)
     absorbed = _absorb(xp, policy, state, norms, gnmr, ready & ~global_fault)
 
     # Algorithm 2
     exceeds = risk > 1
-    active = _top(xp, risk, exceeds | (state.lock > 0), policy.max_active)
-    held = xp.where(state.lock > 0, state.lock - 1, state.lock)
-    lock = xp.where(exceeds, xp.full_like(held, policy.lock_steps), held)
-    lock = xp.where(active, lock, xp.zeros_like(lock))
+    locked = state.lock > 0
+    active = _top(xp, risk, exceeds | locked, policy.max_active)
+    nothing = xp.zeros_like(state.lock[:1])
+    lock = xp.where(active & locked & ~exceeds, state.lock - 1, nothing)
+    lock = xp.where(active & exceeds, nothing + policy.lock_steps, lock)
 
     # A fault everywhere blames nobody: the last choice stands. The warm-up's "everyone" is no choice.
-    chosen = state.active & (step > policy.warmup_steps)
-    active = xp.where(global_fault, chosen, active)
-    lock = xp.where(global_fault, state.lock, lock)
+    nobody = xp.zeros_like(active[:1])
+    chosen = _where(xp, step > policy.warmup_steps, state.active, nobody)
+    active = _where(xp, global_fault, chosen, active)
+    lock = _where(xp, global_fault, state.lock, lock)
     warming = step < policy.warmup_steps
-    active = active | warming
-    lock = xp.where(warming, xp.zeros_like(lock), lock)
+    active = _where(xp, warming, ~nobody, active)
+    lock = _where(xp, warming, nothing, lock)
 
     state = absorbed._replace(step=step, active=active, lock=lock)
-    decision = Decision(
-        step, gnmr, delta, risk, exceeds, active, lock, nonfinite, global_fault
-    )
-    return state, decision
+    return state, Decision(step, gnmr, delta, risk, exceeds, active, lock, nonfinite, global_fault)
 
 
-def _sum_of_rows(rows: Array) -> Array:
+def _where(xp: ModuleType, condition: Array, yes: Array, no: Array) -> Array:
+    """Return ``xp.where``; what is returned must not be changed in place.
+
+    On NumPy, where a look at the condition needs no sync, one that holds everywhere or nowhere costs no copy: so it
+    is in an ordinary step, in which every unit is observed and finite.
+    """
+    if array_api_compat.is_numpy_namespace(xp) and (condition.all() or not condition.any()):
+        chosen = yes if condition.flat[0] else no
+        return np.broadcast_to(chosen, np.broadcast_shapes(condition.shape, yes.shape, no.shape))
+    return xp.where(condition, yes, no)
+
+
+def _sum(rows: tuple[Array, ...]) -> Array:
     # Row by row: the order of the sum, and so its last bit, is the same in every library.
-    total = rows[0, :]
-    for index in range(1, rows.shape[0]):
-        total = total + rows[index, :]
+    total = rows[0] + (rows[1] if len(rows) > 1 else 0.0)
+    for row in rows[2:]:
+        total += row
     return total
 
 
@@ -173,33 +185,36 @@ def _risk(xp: ModuleType, policy: Policy, step: Array, gnmr: Array, delta: Array
     return xp.maximum(risk, delta / _threshold(xp, policy.beta, step, delta))
 
 
-def _absorb(
-    xp: ModuleType, policy: Policy, state: State, norms: Array, gnmr: Array, ready: Array
-) -> State:
+def _absorb(xp: ModuleType, policy: Policy, state: State, norms: Array, gnmr: Array, ready: Array) -> State:
     """Add this step's norms to the histories of the units in ``ready``."""
-    norms = xp.where(ready, norms, state.mean)
-    count = state.count + xp.astype(ready, state.count.dtype)
-    own_clock = xp.astype(xp.where(count > 0, count, xp.ones_like(count)), norms.dtype)
+    own_clock = state.count + 1
     past = state.past
     if isinstance(policy.history, Window):
         past = _push(xp, past, norms, ready)
-        filled = xp.minimum(own_clock, xp.full_like(own_clock, policy.history.length))
+        filled = xp.clip(own_clock, 1.0, float(policy.history.length))
         # Divided before it is summed: the sum of two norms near the largest float64 is none.
-        mean = xp.where(ready, _sum_of_rows(past / filled[None, :]), state.mean)
+        mean = _sum(tuple(row / filled for row in past))
     else:
-        weight = 1 / own_clock
+        clock = own_clock
         if isinstance(policy.history, Ema):
-            weight = xp.maximum(weight, xp.full_like(weight, 1 - policy.history.decay))
-        mean = state.mean + (norms - state.mean) * weight
+            clock = xp.clip(clock, 1.0, 1 / (1 - policy.history.decay))
+        mean = norms - state.mean
+        mean /= clock
+        mean += state.mean
     return state._replace(
-        count=count, mean=mean, queue=_push(xp, state.queue, gnmr, ready), past=past
+        count=_where(xp, ready, own_clock, state.count),
+        mean=_where(xp, ready, mean, state.mean),
+        queue=_push(xp, state.queue, gnmr, ready),
+        past=past,
     )
 
 
-def _push(xp: ModuleType, rows: Array, newest: Array, where: Array) -> Array:
+def _push(xp: ModuleType, rows: tuple[Array, ...], newest: Array, where: Array) -> tuple[Array, ...]:
     """Drop the oldest row and add ``newest`` at the end, in the columns of ``where``."""
-    pushed = xp.concat([rows[1:, :], newest[None, :]], axis=0)
-    return xp.where(where[None, :], pushed, rows)
+    pushed = (*rows[1:], newest)
+    if array_api_compat.is_numpy_namespace(xp) and where.all():
+        return pushed
+    return tuple(xp.where(where, new, old) for old, new in zip(rows, pushed, strict=True))
 
 
 def _top(xp: ModuleType, risk: Array, candidate: Array, k: int) -> Array:
@@ -211,23 +226,35 @@ def _top(xp: ModuleType, risk: Array, candidate: Array, k: int) -> Array:
     k = min(k, risk.shape[0])
     if k == 0:
         return xp.zeros_like(candidate)
-    score = xp.where(candidate, risk, xp.full_like(risk, -1.0))
-    least = _kth_largest(xp, score, k)
-    above = score > least
-    tied = candidate & (score == least)
-    from_low = xp.cumulative_sum(xp.astype(tied, xp.int64))
-    from_high = from_low[-1] - from_low + 1
-    rank = xp.where(xp.isinf(least), from_high, from_low)
-    return above | (tied & (rank <= k - xp.sum(xp.astype(above, xp.int64))))
+    # Half the risk, and its negative for who is no candidate: distinct values, which selection is quick with.
+    score = xp.astype(candidate, risk.dtype)
+    score -= 0.5
+    score *= risk
+    least = 2 * _kth_largest(xp, score, k)
+    above = candidate & (risk > least)
+    tied = candidate & (risk == least)
+    return above | _some(xp, tied, k - xp.count_nonzero(above), backwards=xp.isinf(least))
+
+
+def _some(xp: ModuleType, mask: Array, most: Array, backwards: Array) -> Array:
+    """Keep the first ``most`` of a mask, or the last."""
+    total = xp.count_nonzero(mask)
+    if array_api_compat.is_numpy_namespace(xp) and total <= most:
+        return mask
+    rank = xp.cumulative_sum(xp.astype(mask, xp.int32))
+    return mask & xp.where(backwards, rank > total - most, rank <= most)
 
 
 def _kth_largest(xp: ModuleType, values: Array, k: int) -> Array:
+    """Return the k-th largest value; the array may be reordered."""
     # The standard has only a full sort; a library's own selection is several times faster.
-    if hasattr(xp, "partition"):
-        return xp.partition(values, values.shape[0] - k)[values.shape[0] - k]
+    place = values.shape[0] - k
+    if array_api_compat.is_numpy_namespace(xp):
+        values.partition(place)
+        return values[place]
     if hasattr(xp, "kthvalue"):
-        return xp.kthvalue(values, values.shape[0] - k + 1).values
-    return xp.sort(values)[values.shape[0] - k]
+        return xp.kthvalue(values, place + 1).values
+    return xp.sort(values)[place]
 
 
 class Controller:
@@ -296,7 +323,7 @@ class Controller:
                 raise ValueError(
                     f"norms must be >= 0, got {norms[worst]} for unit {self.units[worst]!r}"
                 )
-            with np.errstate(over="ignore", invalid="ignore"):
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 return self._decide(norms, observed)
         return self._decide(norms, observed)
 
@@ -309,13 +336,11 @@ class Controller:
 
         Floats survive JSON bit for bit, and ``torch.load(weights_only=True)`` takes it.
         """
-        lists = {name: value.tolist() for name, value in self.state._asdict().items()}
-        return {
-            "schema": SCHEMA,
-            "policy": self.policy.to_dict(),
-            "units": list(self.units),
-            **lists,
+        lists = {
+            name: [row.tolist() for row in value] if isinstance(value, tuple) else value.tolist()
+            for name, value in self.state._asdict().items()
         }
+        return {"schema": SCHEMA, "policy": self.policy.to_dict(), "units": list(self.units), **lists}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False
@@ -330,50 +355,42 @@ class Controller:
         """
         _check(state_dict, self.policy, allow_policy_change)
         saved = {name: i for i, name in enumerate(state_dict["units"])}
-        fresh = init(self.policy, len(self.units), np)
-        step = np.asarray(state_dict["step"], dtype=np.int64)
-        # A new unit starts with the others, not in a warm-up of its own.
-        start = fresh.active & (step < self.policy.warmup_steps)
-        values = fresh._replace(step=step, active=start)._asdict()
         mine = [i for i, name in enumerate(self.units) if name in saved]
         theirs = [saved[self.units[i]] for i in mine]
-        for name in ("count", "mean", "queue", "past", "active", "lock"):
-            old = np.asarray(state_dict[name], dtype=values[name].dtype)
-            old = old.reshape(*values[name].shape[:-1], len(saved)) if _fits(values[name], old) else None
-            if old is not None:
-                values[name] = values[name].copy()
-                values[name][..., mine] = old[..., theirs]
-        values = _without_stale_queue(values, state_dict, mine, theirs, self.policy)
+        fresh = init(self.policy, len(self.units))
+        step = np.asarray(state_dict["step"], dtype=np.int64)
+        # A new unit starts with the others, not in a warm-up of its own.
+        values = fresh._replace(step=step, active=fresh.active & (step < self.policy.warmup_steps))._asdict()
+        names = ["active", "lock"]
+        if all(len(state_dict[name]) == len(values[name]) for name in ("queue", "past")):
+            names += ["count", "mean"]
+            for name in ("queue", "past"):
+                rows = zip(values[name], state_dict[name], strict=True)
+                values[name] = tuple(_carried(new, old, mine, theirs) for new, old in rows)
+        else:
+            _warn("the saved histories have another length than the policy asks for: statistics start fresh")
+        for name in names:
+            values[name] = _carried(values[name], state_dict[name], mine, theirs)
         _warn_of_strangers(self.units, tuple(saved))
         xp = array_api_compat.array_namespace(self._xp.empty(0))
-        self.state = State(**{k: xp.asarray(v, device=self._device) for k, v in values.items()})
+
+        def there(value: Array) -> Array:
+            return xp.asarray(value, device=self._device)
+
+        self.state = State(
+            **{k: tuple(map(there, v)) if isinstance(v, tuple) else there(v) for k, v in values.items()}
+        )
 
 
-def _fits(new: Array, old: Array) -> bool:
-    return old.ndim == new.ndim and old.shape[:-1] == new.shape[:-1] or old.size == 0 == new.size
+def _carried(new: Array, old: Sequence[Any], mine: list[int], theirs: list[int]) -> Array:
+    """Return ``new`` with the saved values of the units that both sides know."""
+    found = new.copy()
+    found[mine] = np.asarray(old, dtype=new.dtype)[theirs]
+    return found
 
 
-def _without_stale_queue(
-    values: dict[str, Any],
-    state_dict: Mapping[str, Any],
-    mine: list[int],
-    theirs: list[int],
-    policy: Policy,
-) -> dict[str, Any]:
-    """Restart the units' own clocks where an allowed policy change altered a queue's length."""
-    queue = np.asarray(state_dict["queue"], dtype=np.float64)
-    past = len(state_dict["past"])
-    if len(queue) == policy.window and past == values["past"].shape[0]:
-        return values
-    warnings.warn(
-        "the saved histories have another length than the policy asks for: statistics start fresh",
-        GnmrWarning,
-        stacklevel=3,
-    )
-    return values | {
-        "count": np.zeros_like(values["count"]),
-        "mean": np.zeros_like(values["mean"]),
-    }
+def _warn(message: str) -> None:
+    warnings.warn(message, GnmrWarning, stacklevel=4)
 
 
 def _check(saved: Mapping[str, Any], policy: Policy, allow_policy_change: bool) -> None:
@@ -400,15 +417,9 @@ def _warn_of_strangers(mine: tuple[str, ...], saved: tuple[str, ...]) -> None:
     new = [name for name in mine if name not in set(saved)]
     gone = [name for name in saved if name not in set(mine)]
     if new:
-        warnings.warn(
-            f"no saved history for {_names(new)}: they start fresh", GnmrWarning, stacklevel=3
-        )
+        _warn(f"no saved history for {_names(new)}: they start fresh")
     if gone:
-        warnings.warn(
-            f"the saved history of {_names(gone)} fits no unit and is dropped",
-            GnmrWarning,
-            stacklevel=3,
-        )
+        _warn(f"the saved history of {_names(gone)} fits no unit and is dropped")
 
 
 def _names(names: Sequence[str], most: int = 8) -> str:

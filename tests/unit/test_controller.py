@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gnmr import Controller, Ema, GnmrWarning, Policy, StateError, Window
 from gnmr.controller import init, update
 
-jax.config.update("jax_enable_x64", True)  # noqa: FBT003
+jax.config.update("jax_enable_x64", True)
 
 norms = st.one_of(
     st.floats(min_value=0, allow_infinity=True),
