@@ -11,9 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gnmr
 
 torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4
-)
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 text = torch.tensor(list(Path(__file__).read_bytes()))

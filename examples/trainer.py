@@ -11,9 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import gnmr
 from gnmr.integrations.transformers import GuardCallback
 
-config = LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4
-)
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4)
 text = torch.tensor(list(Path(__file__).read_bytes()))
 windows = [text[i : i + 64] for i in range(0, len(text) - 64, 4)]
 trainer = Trainer(

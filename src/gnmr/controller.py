@@ -75,9 +75,7 @@ def init(policy: Policy, n_units: int, xp: ModuleType = np, device: Any = None) 
     if n_units < 1:
         raise ValueError(f"n_units must be >= 1, got {n_units!r}")
     if not policy.resolved:
-        raise ValueError(
-            "the policy's schedule is in fractions of a run: call policy.resolve(total_steps) first"
-        )
+        raise ValueError("the policy's schedule is in fractions of a run: call policy.resolve(total_steps) first")
     xp = array_api_compat.array_namespace(xp.empty(0))
     past = policy.history.length if isinstance(policy.history, Window) else 0
     zeros = xp.zeros(n_units, dtype=xp.float64, device=device)
@@ -92,9 +90,7 @@ def init(policy: Policy, n_units: int, xp: ModuleType = np, device: Any = None) 
     )
 
 
-def update(
-    policy: Policy, state: State, norms: Array, observed: Array | None = None
-) -> tuple[State, Decision]:
+def update(policy: Policy, state: State, norms: Array, observed: Array | None = None) -> tuple[State, Decision]:
     """Read the gradients of one step and decide the paths of the next.
 
     Args:
@@ -320,9 +316,7 @@ class Controller:
         if self._xp is np:
             if (norms < 0).any():
                 worst = int(np.nanargmin(norms))
-                raise ValueError(
-                    f"norms must be >= 0, got {norms[worst]} for unit {self.units[worst]!r}"
-                )
+                raise ValueError(f"norms must be >= 0, got {norms[worst]} for unit {self.units[worst]!r}")
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 return self._decide(norms, observed)
         return self._decide(norms, observed)
@@ -342,9 +336,7 @@ class Controller:
         }
         return {"schema": SCHEMA, "policy": self.policy.to_dict(), "units": list(self.units), **lists}
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False) -> None:
         """Go on from a saved state; units that only one side knows are warned about by name.
 
         Units are matched by name: what matches keeps its history, the rest starts fresh.
@@ -377,9 +369,7 @@ class Controller:
         def there(value: Array) -> Array:
             return xp.asarray(value, device=self._device)
 
-        self.state = State(
-            **{k: tuple(map(there, v)) if isinstance(v, tuple) else there(v) for k, v in values.items()}
-        )
+        self.state = State(**{k: tuple(map(there, v)) if isinstance(v, tuple) else there(v) for k, v in values.items()})
 
 
 def _carried(new: Array, old: Sequence[Any], mine: list[int], theirs: list[int]) -> Array:

@@ -73,7 +73,5 @@ def _elements(values: ArrayLike) -> np.ndarray:
 
 def _rate(low_bits: int, high_bits: int) -> float:
     if not 0 < low_bits <= high_bits:
-        raise ValueError(
-            f"bits must be 0 < low <= high, got low_bits={low_bits!r}, high_bits={high_bits!r}"
-        )
+        raise ValueError(f"bits must be 0 < low <= high, got low_bits={low_bits!r}, high_bits={high_bits!r}")
     return (high_bits - low_bits) / 8

@@ -97,10 +97,7 @@ class Policy:
         if self.beta is not None:
             object.__setattr__(self, "beta", _threshold("beta", self.beta))
         if self.history != "cumulative" and not isinstance(self.history, Ema | Window):
-            raise ValueError(
-                "Policy.history must be 'cumulative', Ema(decay) or Window(length), "
-                f"got {self.history!r}"
-            )
+            raise ValueError(f"Policy.history must be 'cumulative', Ema(decay) or Window(length), got {self.history!r}")
         if not _is_real(self.eps) or not 0 < self.eps < math.inf:
             raise ValueError(f"Policy.eps must be a finite number > 0, got {self.eps!r}")
 
@@ -118,12 +115,8 @@ class Policy:
         """
         if not _is_int(total_steps) or total_steps < 1:
             raise ValueError(f"total_steps must be an int >= 1, got {total_steps!r}")
-        found = {
-            name: _in_steps(name, getattr(self, name), total_steps)
-            for name in ("alpha", "beta")
-            if _fractional(getattr(self, name))
-        }
-        return replace(self, **found) if found else self
+        beta = None if self.beta is None else _in_steps("beta", self.beta, total_steps)
+        return replace(self, alpha=_in_steps("alpha", self.alpha, total_steps), beta=beta)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict, the inverse of :meth:`from_dict`."""
@@ -175,22 +168,17 @@ def _history(value: Mapping[str, Any]) -> History:
     if set(value) == {"window"}:
         return Window(value["window"])
     raise ValueError(
-        "Policy.history must be 'cumulative', {'ema': decay} or {'window': length}, "
-        f"got {dict(value)!r}"
+        f"Policy.history must be 'cumulative', {{'ema': decay}} or {{'window': length}}, got {dict(value)!r}"
     )
 
 
 def _threshold(name: str, value: object) -> float | Schedule:
     if _is_real(value):
         if not 0 < value < math.inf:  # type: ignore[operator]
-            raise ValueError(
-                f"Policy.{name} must be a finite number > 0 or a schedule of them, got {value!r}"
-            )
+            raise ValueError(f"Policy.{name} must be a finite number > 0 or a schedule of them, got {value!r}")
         return float(value)  # type: ignore[arg-type]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(
-            f"Policy.{name} must be a number or a schedule ((first, value), ...), got {value!r}"
-        )
+        raise ValueError(f"Policy.{name} must be a number or a schedule ((first, value), ...), got {value!r}")
     return _schedule(name, value)
 
 
@@ -220,7 +208,9 @@ def _fractional(value: float | Schedule | None) -> bool:
     return isinstance(value, tuple) and isinstance(value[0][0], float)
 
 
-def _in_steps(name: str, value: Schedule, total_steps: int) -> Schedule:
+def _in_steps(name: str, value: float | Schedule, total_steps: int) -> float | Schedule:
+    if not isinstance(value, tuple) or not _fractional(value):
+        return value
     found = tuple((math.floor(first * total_steps) + 1, number) for first, number in value)
     for (a, _), (b, _) in pairwise(found):
         if a == b:

@@ -1,8 +1,8 @@
 """The record of a run: one row for each unit and step, in one columnar file.
 
 While a run goes on the file is an Arrow IPC stream (``run.arrow``), flushed every few steps: a run that is
-killed leaves everything up to the last flush readable. Closing it writes Parquet (``run.parquet``) and removes the stream.
-Both carry the same JSON header (policy, units, versions, seed) in their schema.
+killed leaves everything up to the last flush readable. Closing it writes Parquet (``run.parquet``) and removes the
+stream. Both carry the same JSON header (policy, units, versions, seed) in their schema.
 
     step, unit      int32   1-based step whose gradients were read; index into the header's units
     norm            float64 null = not observed; NaN and Inf are kept
@@ -124,9 +124,7 @@ class TraceWriter:
         >>> folder.cleanup()
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], header: Mapping[str, Any], *, flush_every: int = 50
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any], *, flush_every: int = 50) -> None:
         self.path = Path(path)
         if self.path.suffix != ".arrow":
             raise ValueError(f"a trace is written to a file named *.arrow, got {str(path)!r}")
@@ -135,9 +133,7 @@ class TraceWriter:
         self._schema = _schema({"schema": SCHEMA, **header})
         n = len(header["units"])
         self._units = np.arange(n, dtype=np.int32)
-        self._buffer = {
-            name: np.zeros((flush_every, n), dtype=kind) for name, _, kind in _FIELDS if name != "unit"
-        }
+        self._buffer = {name: np.zeros((flush_every, n), dtype=kind) for name, _, kind in _FIELDS if name != "unit"}
         self._missing = np.zeros((flush_every, n), dtype=np.bool_)
         self._filled = 0
         with _Reported(self.path, "written"):
@@ -170,19 +166,15 @@ class TraceWriter:
             )
         if old.units != list(header["units"]):
             raise TraceError(f"{stream}: the trace has other units than the model; give another file")
-        saved = stream.with_suffix(".arrow.old")
-        if stream.exists():
-            stream.replace(saved)
-        writer = cls(stream, header, flush_every=flush_every)
+        # The old stream stays until the new one holds what is kept of it.
+        writer = cls(stream.with_suffix(".resumed.arrow"), header, flush_every=flush_every)
         for t in range(kept):
             writer._put({name: getattr(old, name)[t] for name in ("norm", *_DECIDED)}, old.observed[t], t + 1)
         writer.flush()
-        saved.unlink(missing_ok=True)
+        writer.path = writer.path.replace(stream)
         return writer
 
-    def write(
-        self, norms: NDArray[np.float64], observed: NDArray[np.bool_], decision: Decision
-    ) -> None:
+    def write(self, norms: NDArray[np.float64], observed: NDArray[np.bool_], decision: Decision) -> None:
         """Add one step: (N,) norms, (N,) observed, and what was decided from them."""
         values = {name: np.asarray(getattr(decision, name)) for name in _DECIDED}
         self._put({"norm": norms, **values}, observed, int(decision.step))
@@ -347,5 +339,3 @@ class _Reported:
             raise TraceError(
                 f"{self._path}: the trace cannot be {self._what}: {error}. What was flushed before is readable"
             ) from error
-
-

@@ -25,16 +25,12 @@ def test_float_formats_are_those_of_ml_dtypes(name):
     assert 2.0**fmt.emin == float(info.smallest_normal)
 
 
-@pytest.mark.parametrize(
-    ("name", "largest"), [("int2", 1), ("int4", 7), ("int6", 31), ("int8", 127)]
-)
+@pytest.mark.parametrize(("name", "largest"), [("int2", 1), ("int4", 7), ("int6", 31), ("int8", 127)])
 def test_integers_are_symmetric(name, largest):
     assert FORMATS[name].max == largest
     assert FORMATS[name].smallest == 1
 
 
 def test_unknown_format_lists_the_names_and_the_nearest():
-    with pytest.raises(
-        ValueError, match=r"'e4m4'; did you mean 'e4m3'\? Known formats: e2m1, .*bf16"
-    ):
+    with pytest.raises(ValueError, match=r"'e4m4'; did you mean 'e4m3'\? Known formats: e2m1, .*bf16"):
         get_format("e4m4")

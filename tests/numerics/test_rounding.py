@@ -32,9 +32,7 @@ def values_of(name):
 
 
 def same_bits(result, expected):
-    np.testing.assert_array_equal(
-        result.numpy().view(np.int32), np.asarray(expected, np.float32).view(np.int32)
-    )
+    np.testing.assert_array_equal(result.numpy().view(np.int32), np.asarray(expected, np.float32).view(np.int32))
 
 
 def reference(x, name):
@@ -214,9 +212,7 @@ def test_groups_have_their_own_scale_and_the_last_may_be_short():
 @pytest.mark.parametrize("name", SCALED)
 def test_counts(name):
     fmt = FORMATS[name]
-    x = torch.tensor(
-        [0.0, fmt.smallest * 0.3, -fmt.smallest * 0.4, fmt.max, fmt.max * 2, torch.nan]
-    )
+    x = torch.tensor([0.0, fmt.smallest * 0.3, -fmt.smallest * 0.4, fmt.max, fmt.max * 2, torch.nan])
     counts = torch.zeros(3, dtype=torch.int64)
     for _ in range(2):
         fake_quantize(x, fmt, scale=torch.tensor(1.0), counts=counts)

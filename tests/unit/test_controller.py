@@ -26,7 +26,9 @@ thresholds = st.floats(min_value=0.3, max_value=4)
 def policies(draw):
     return Policy(
         max_active=draw(st.integers(0, 6)),
-        alpha=draw(st.one_of(thresholds, st.tuples(st.tuples(st.just(1), thresholds), st.tuples(st.just(4), thresholds)))),
+        alpha=draw(
+            st.one_of(thresholds, st.tuples(st.tuples(st.just(1), thresholds), st.tuples(st.just(4), thresholds)))
+        ),
         beta=draw(st.one_of(st.none(), thresholds)),
         window=draw(st.integers(1, 4)),
         lock_steps=draw(st.integers(0, 3)),

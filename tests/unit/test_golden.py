@@ -17,9 +17,7 @@ def _number(value):
 
 
 def _policy(fields):
-    schedules = {
-        key: tuple(map(tuple, value)) for key, value in fields.items() if isinstance(value, list)
-    }
+    schedules = {key: tuple(map(tuple, value)) for key, value in fields.items() if isinstance(value, list)}
     return Policy(**fields | schedules)
 
 

@@ -13,9 +13,7 @@ SOURCE = Path(gnmr.__file__).parent
 EDGES = {"gnmr.integrations", "gnmr.lab", "gnmr.report", "gnmr.cli"}
 TORCH = {"torch", "gnmr.pytorch", "gnmr.paths", "gnmr.numerics", "gnmr.integrations", "gnmr.lab"}
 FORBIDDEN = {
-    **dict.fromkeys(
-        ["_io", "controller", "errors", "memory", "policy", "replay", "trace", "triggers"], TORCH | EDGES
-    ),
+    **dict.fromkeys(["_io", "controller", "errors", "memory", "policy", "replay", "trace", "triggers"], TORCH | EDGES),
     "paths": EDGES,
     "numerics": EDGES | {"gnmr.pytorch", "gnmr.paths"},
     "pytorch": EDGES,

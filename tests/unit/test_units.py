@@ -180,9 +180,7 @@ def test_a_frozen_unit_is_an_error_that_says_what_to_do():
     model = Toy()
     model.layers[0].up_proj.requires_grad_(False)
 
-    with pytest.raises(
-        UnitError, match=r"'layers.0.up_proj' has no trainable parameter \(1 of 4 units\).*exclude"
-    ):
+    with pytest.raises(UnitError, match=r"'layers.0.up_proj' has no trainable parameter \(1 of 4 units\).*exclude"):
         find_units(model)
     assert len(find_units(model, granularity="block")) == 2, "its block still learns"
 

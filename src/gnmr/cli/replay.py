@@ -32,17 +32,16 @@ def replay(
     from gnmr.trace import read_trace
 
     old = read_trace(trace)
-    changes = {
+    changes: dict[str, Any] = {
         "alpha": _threshold(alpha),
+        "beta": None if beta == "none" else _threshold(beta),
         "max_active": max_active,
         "window": window,
         "lock_steps": lock_steps,
         "warmup_steps": warmup_steps,
         "history": _history(history),
     }
-    given = {name: value for name, value in changes.items() if value is not None}
-    if beta is not None:
-        given["beta"] = None if beta == "none" else _threshold(beta)
+    given = {name: value for name, value in changes.items() if value is not None or (name == "beta" and beta)}
     new = decide(old, replace(old.policy, **given))
     difference = compare(old, new)
     if as_json:

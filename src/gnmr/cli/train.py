@@ -31,9 +31,7 @@ def train(
     from gnmr.lab.train import Interrupted, train_arm
 
     try:
-        result = train_arm(
-            loaded, arm, seed, folder, resume=resume, overwrite=overwrite, again=again, say=typer.echo
-        )
+        result = train_arm(loaded, arm, seed, folder, resume=resume, overwrite=overwrite, again=again, say=typer.echo)
     except Interrupted as stop:
         typer.echo(str(stop))
         raise typer.Exit(128 + stop.signal) from None

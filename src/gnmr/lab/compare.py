@@ -102,9 +102,7 @@ def _plan(recipe: Recipe, folder: Path) -> list[_Job]:
     return found
 
 
-def _run_all(
-    pending: list[_Job], recipe: Recipe, recipe_file: Path, jobs: int, progress: Progress
-) -> None:
+def _run_all(pending: list[_Job], recipe: Recipe, recipe_file: Path, jobs: int, progress: Progress) -> None:
     waiting, running, failed = list(pending), [], []  # type: tuple[list[_Job], list[_Job], list[_Job]]
     total = len(pending) * recipe.run.steps
     try:

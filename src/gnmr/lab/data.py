@@ -98,22 +98,21 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
         seed: of the order of the training windows.
 
     Raises:
-        gnmr.RecipeError: a file that is missing, empty, unreadable or too short, or a column that is not there; with the
-            path and the fix.
+        gnmr.RecipeError: a file that is missing, empty, unreadable or too short, or a column that is not there; with
+            the path and the fix.
     """
     data = recipe.data
     if data.name == "embedded":
         text = embedded_text()
-        train, held_out, facts = text.train, text.validation, {"sha256": text.sha256}
+        train, held_out, digest = text.train, text.validation, text.sha256
     elif data.streaming:
         return _streamed(recipe)
     else:
         train, held_out = _split(_documents(data, data.split), data)
-        facts = {"sha256": hashlib.sha256(b"\0".join(train)).hexdigest()}
+        digest = hashlib.sha256(b"\0".join((*train, b"held out", *held_out))).hexdigest()
     tokenizer = make_tokenizer(data.tokenizer, data.vocab_size, train)
-    key = facts["sha256"]
-    tokens = encoded(tokenizer, train, f"{key}-train")
-    validation = encoded(tokenizer, held_out, f"{key}-validation-{len(held_out)}")
+    tokens = encoded(tokenizer, train, f"{digest}-train")
+    validation = encoded(tokenizer, held_out, f"{digest}-validation")
     length = data.sequence_length
     for part, array in (("train", tokens), ("validation", validation)):
         if len(array) < length:
@@ -123,8 +122,9 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
             )
     run = recipe.run
     count = run.steps * run.batch_size * run.gradient_accumulation
-    facts |= {
+    facts = {
         "name": data.name,
+        "sha256": digest,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "train_tokens": len(tokens),
@@ -148,8 +148,10 @@ def _streamed(recipe: Recipe) -> Corpus:
     data = recipe.data
     length = data.sequence_length
     if data.tokenizer == "bpe":
-        raise RecipeError("data.tokenizer = 'bpe' is trained on the whole text, so it cannot be streamed: use 'bytes', "
-                          "or a hub's tokenizer")
+        raise RecipeError(
+            "data.tokenizer = 'bpe' is trained on the whole text, so it cannot be streamed: use 'bytes', "
+            "or a hub's tokenizer"
+        )
     tokenizer = make_tokenizer(data.tokenizer, data.vocab_size, ())
     rows = _load(data, data.split, streaming=True)
     if data.validation_split:
@@ -159,7 +161,14 @@ def _streamed(recipe: Recipe) -> Corpus:
     tokens = tokenizer.encode(list(itertools.islice(_texts(held_out, data), 1000)))
     if len(tokens) < length:
         raise RecipeError(f"data.name = {data.name!r}: the held-out part is shorter than one sequence of {length}")
-    facts = {"name": data.name, "tokenizer": tokenizer.name, "streaming": True, "vocab_size": tokenizer.vocab_size, "validation_tokens": len(tokens)}
+    facts = {
+        "name": data.name,
+        "sha256": digest,
+        "tokenizer": tokenizer.name,
+        "streaming": True,
+        "vocab_size": tokenizer.vocab_size,
+        "validation_tokens": len(tokens),
+    }
     train = Stream(_Texts(rows, data), tokenizer, length)
     return Corpus(train, Blocks(tokens, length, data.eval_sequences), tokenizer.vocab_size, facts)
 

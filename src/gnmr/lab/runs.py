@@ -1,6 +1,7 @@
 """A run's folder: who may write to it, what stands in it, and how to read it."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,7 +60,7 @@ def read_json(path: Path) -> Any:
 
 def number(value: float) -> float | str:
     """Return a float as JSON takes it: NaN and Inf become strings that ``float`` reads."""
-    return value if value == value and abs(value) != float("inf") else str(value)
+    return value if math.isfinite(value) else str(value)
 
 
 class Metrics:

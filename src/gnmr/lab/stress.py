@@ -1,16 +1,16 @@
 """Seeded faults in the low-cost path of one unit at a time, for a stretch of steps.
 
 They stand for what goes wrong in real runs, and only the low-cost path has them: a unit on its recovery path is
-unharmed. All act on the gradient that reaches the unit's output, dL/dy, before its two products, as a fault of its
-cast would: both the weight gradient and what the unit passes on come out wrong.
+unharmed. Three act on the gradient dL/dy that a unit's products read, so that its weight gradient and what it passes
+on are both wrong; under :class:`gnmr.Simulated` right after the cast of dL/dy, as a wrong scale of it would:
 
     gradient_scale   dL/dy is ``factor`` times too large
     saturation       dL/dy is clipped at 1/``factor`` of its largest magnitude
     nan              one element of dL/dy is NaN
 
-and one acts on the scales of delayed scaling, for every tensor that the path casts:
+and one on the scales of delayed scaling, for every tensor that the path casts:
 
-    stale_scale      the scale is ``factor`` times too small: most of the tensor saturates
+    stale_scale      the scale is ``factor`` times too small: what is larger than 1/``factor`` of the amax saturates
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,7 @@ class Fault(NamedTuple):
     unit: int
 
 
-def schedule(
-    *, n_units: int, steps: int, first_step: int, every: int, duration: int, seed: int
-) -> tuple[Fault, ...]:
+def schedule(*, n_units: int, steps: int, first_step: int, every: int, duration: int, seed: int) -> tuple[Fault, ...]:
     """Draw the faults of a run: every ``every`` steps, one random unit for ``duration`` steps.
 
     Examples:
@@ -74,55 +72,83 @@ def stressed(kind: type[Paths], fault: str, factor: float) -> type[Any]:
     Raises:
         gnmr.RecipeError: the class does not offer what the fault needs.
     """
-    if not issubclass(kind, OperatorPaths) or (fault == "stale_scale" and not issubclass(kind, Simulated)):
+    if issubclass(kind, Simulated):
+        base: type[Any] = _StressedCasts
+    elif issubclass(kind, OperatorPaths) and fault != "stale_scale":
+        base = _StressedOutputs
+    else:
         raise RecipeError(f"stress.kind = {fault!r} cannot act on {kind.__name__}: it needs 'simulated' paths")
-    body = {"fault": fault, "factor": factor}
-    bases: tuple[type, ...] = (_Stressed, kind)
-    if fault == "stale_scale":
-        bases = (_StaleScale, *bases)
-    return type(f"Stressed{kind.__name__}", bases, body)
+    return type(f"Stressed{kind.__name__}", (base, kind), {"fault": fault, "factor": factor})
 
 
-class _Stressed(OperatorPaths):
-    """Mixed in before a path class: see :func:`stressed`."""
+class _Stressed:
+    """When which unit is faulty; mixed in before a path class."""
 
     fault: str
     factor: float
     faults: Sequence[Fault] = ()
     _now = 1
 
-    def attach(self, units: Sequence[Unit]) -> None:
-        super().attach(units)
-        self._unit_of = {operator.fqn: unit.index for unit in units for operator in unit.operators}
-
-    def low(self, operator: Operator, x: Tensor) -> Tensor:
-        y = super().low(operator, x)  # type: ignore[safe-super]
-        harmed = self.fault != "stale_scale" and self.is_faulty(self._unit_of[operator.fqn])
-        return _Harm.apply(y, self.fault, self.factor) if harmed else y
-
     def is_faulty(self, unit: int) -> bool:
         return any(each.unit == unit and each.first <= self._now <= each.last for each in self.faults)
 
     def end_step(self, step: int) -> None:
-        super().end_step(step)
+        super().end_step(step)  # type: ignore[misc]
         self._now = step + 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "stress_step": self._now}
+        return {**super().state_dict(), "stress_step": self._now}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         rest = dict(state_dict)
         self._now = int(rest.pop("stress_step"))
-        super().load_state_dict(rest)
+        super().load_state_dict(rest)  # type: ignore[misc]
 
 
-class _StaleScale:
-    """Mixed in before :class:`_Stressed` over :class:`gnmr.Simulated`."""
+class _StressedCasts(_Stressed):
+    """Faults of the casts of :class:`gnmr.Simulated`."""
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        if self.fault == "stale_scale" and self.scaling != "delayed":  # type: ignore[attr-defined]
+            raise RecipeError("stress.kind = 'stale_scale' needs paths.scaling = 'delayed': only that keeps a scale")
+        if self.fault != "stale_scale" and "dy" not in self.tensors:  # type: ignore[attr-defined]
+            raise RecipeError(f"stress.kind = {self.fault!r} acts on the cast of 'dy', which paths.tensors lacks")
+        super().attach(units)  # type: ignore[misc]
 
     def cast(self, value: Tensor, at: Any) -> Tensor:
-        if at.path == LOW and at.scale is not None and self.is_faulty(at.unit):  # type: ignore[attr-defined]
-            at = replace(at, scale=at.scale / self.factor)  # type: ignore[attr-defined]
-        return super().cast(value, at)  # type: ignore[misc]
+        if at.path != LOW or not self.is_faulty(at.unit):
+            return super().cast(value, at)  # type: ignore[misc]
+        if self.fault == "stale_scale":
+            stale = replace(at, scale=at.scale / self.factor)
+            return super().cast(value, stale)  # type: ignore[misc]
+        found: Tensor = super().cast(value, at)  # type: ignore[misc]
+        return harm(found, self.fault, self.factor) if at.role == "dy" else found
+
+
+class _StressedOutputs(_Stressed):
+    """Faults of the gradient that reaches a unit's output, for any other path class."""
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        super().attach(units)  # type: ignore[misc]
+        self._unit_of = {operator.fqn: unit.index for unit in units for operator in unit.operators}
+
+    def low(self, operator: Operator, x: Tensor) -> Tensor:
+        y: Tensor = super().low(operator, x)  # type: ignore[misc]
+        if not self.is_faulty(self._unit_of[operator.fqn]):
+            return y
+        return _Harm.apply(y, self.fault, self.factor)  # type: ignore[no-untyped-call]
+
+
+def harm(dy: Tensor, fault: str, factor: float) -> Tensor:
+    """Return a gradient as a fault leaves it."""
+    if fault == "gradient_scale":
+        return dy * factor
+    if fault == "saturation":
+        limit = dy.abs().amax() / factor if dy.numel() else dy.new_zeros(())
+        return dy.clamp(-limit, limit)
+    harmed = dy.clone()
+    harmed.view(-1)[:1] = torch.nan
+    return harmed
 
 
 class _Harm(torch.autograd.Function):
@@ -135,12 +161,4 @@ class _Harm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (dy,) = grads
-        if ctx.fault == "gradient_scale":
-            return dy * ctx.factor, None, None
-        if ctx.fault == "saturation":
-            limit = dy.abs().amax() / ctx.factor if dy.numel() else 0.0
-            return dy.clamp(-limit, limit), None, None
-        harmed = dy.clone()
-        harmed.view(-1)[:1] = torch.nan
-        return harmed, None, None
+        return harm(grads[0], ctx.fault, ctx.factor), None, None

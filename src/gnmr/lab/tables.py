@@ -95,9 +95,7 @@ def differences(comparison: Mapping[str, Any]) -> list[str]:
         error = _standard_error(gaps)
         spread = "" if error is None else f" ± {error:.4f}"
         better = sum(gap < 0 for gap in gaps)
-        lines.append(
-            f"- gnmr minus {arm}: {mean:+.4f}{spread} validation loss, lower in {better} of {len(gaps)} seeds"
-        )
+        lines.append(f"- gnmr minus {arm}: {mean:+.4f}{spread} validation loss, lower in {better} of {len(gaps)} seeds")
     return lines
 
 

@@ -97,7 +97,7 @@ def encoded(tokenizer: Tokenizer, documents: Sequence[bytes], key: str) -> NDArr
         with atomic_write(path) as file:
             np.save(file, tokenizer.encode(documents), allow_pickle=False)
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
         raise RecipeError(f"{path}: the cached tokens cannot be read ({error}): delete the file") from error
 
@@ -122,7 +122,10 @@ def _trained(vocab_size: int, corpus: Sequence[bytes]) -> FastTokenizer:
         with atomic_write(path) as file:
             file.write(backend.to_str().encode())
     backend = Backend.from_file(str(path))
-    return FastTokenizer(f"bpe-{digest}", backend, backend.token_to_id("<|end|>"))
+    end = backend.token_to_id("<|end|>")
+    if end is None:
+        raise RecipeError(f"{path}: the cached tokenizer has no end-of-text token: delete the file")
+    return FastTokenizer(f"bpe-{digest}", backend, end)
 
 
 def _pretrained(name: str) -> FastTokenizer:

@@ -154,7 +154,7 @@ def fake_quantize(
     rounded = _round(values / scale, fmt, generator)
     if counts is not None:
         # Before the clamp, which then works in place: a scale from the data leaves nothing beyond the range.
-        beyond = rounded.abs().gt_(fmt.max).count_nonzero() if given else None
+        beyond = _beyond(rounded, fmt.max) if given else None
     out = _clamp(rounded, fmt).mul_(scale)
     if grouped:
         out = out.flatten(-2)[..., : x.shape[-1]]
@@ -195,6 +195,14 @@ def _to_integer(x: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def _clamp(rounded: Tensor, fmt: Format) -> Tensor:
     return rounded.clamp_(-fmt.max, fmt.max) if fmt.scaled else rounded
+
+
+def _beyond(rounded: Tensor, largest: float) -> Tensor | None:
+    """Count the magnitudes above ``largest``; None for none."""
+    # On a CPU a look at the extremes, which costs no sync, saves the count nearly always.
+    if rounded.device.type == "cpu" and rounded.numel() and float(_absmax_all(rounded)) <= largest:
+        return None
+    return rounded.abs().gt_(largest).count_nonzero()
 
 
 def _count(counts: Tensor, x: Tensor, out: Tensor, beyond: Tensor | None, fmt: Format) -> None:

@@ -79,8 +79,7 @@ class CustomPaths(OperatorPaths):
         self._bits = (_bits("low_bits", low_bits), _bits("high_bits", high_bits))
         self._inputs: dict[Operator, tuple[int, int]] = {}
         self._names = tuple(
-            _name(forward or context)
-            for forward, context in ((low_forward, low_context), (high_forward, high_context))
+            _name(forward or context) for forward, context in ((low_forward, low_context), (high_forward, high_context))
         )
 
     def attach(self, units: Sequence[Unit]) -> None:

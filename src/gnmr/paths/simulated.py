@@ -27,7 +27,19 @@ from gnmr.numerics.formats import FORMATS, Format, ScalingName, get_format
 from gnmr.numerics.rounding import check_scaling, fake_quantize
 from gnmr.paths.amax import AmaxHistory
 from gnmr.paths.base import HIGH, LOW, OperatorPaths
-from gnmr.paths.product import CAST, DROPPED, INPUT, PLANNED, ROLES, Cast, Role, Seat, as_autocast, linear
+from gnmr.paths.product import (
+    CAST,
+    DROPPED,
+    INPUT,
+    PLANNED,
+    ROLES,
+    Cast,
+    EagerLinear,
+    Role,
+    Seat,
+    as_autocast,
+    linear,
+)
 from gnmr.pytorch.units import Operator, Unit
 
 
@@ -261,7 +273,8 @@ class Simulated(OperatorPaths):
         keep_x = self.keep("x", path) if grad and weight.requires_grad else DROPPED
         keep_w = self.keep("w", path) if grad and x.requires_grad else DROPPED
         handle = operator.module._gnmr_handle
-        return linear(handle, path, x, weight, bias, keep_x, keep_w)[0]
+        product = linear if torch.compiler.is_compiling() else EagerLinear.apply
+        return product(handle, path, x, weight, bias, keep_x, keep_w)[0]
 
     def keep(self, role: Role, path: int) -> int:
         """What a product keeps of an operand for backward."""

@@ -282,6 +282,8 @@ class Guard:
 
     def close(self) -> None:
         """Finish the trace; the model stays guarded."""
+        if self._writer is None and self._record is not None and self._resume_record and self.controller.step:
+            self._writer = self._open_trace(self.controller.step)  # no step was left to a resumed run
         if self._writer is not None:
             self._writer.close()
             self._writer, self._record = None, None

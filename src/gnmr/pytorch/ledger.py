@@ -45,8 +45,7 @@ class Ledger:
     def spans(self) -> list[Span]:
         """All stays on the recovery path, the finished ones first, then those that go on."""
         going_on = [
-            Span(self._units[i], int(self._first[i]), None, int(self._bytes[i]))
-            for i in np.flatnonzero(self._first)
+            Span(self._units[i], int(self._first[i]), None, int(self._bytes[i])) for i in np.flatnonzero(self._first)
         ]
         return [*self._closed, *going_on]
 

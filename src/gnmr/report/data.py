@@ -71,7 +71,7 @@ def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]
 
 def _parsed(folder: Path, line: str) -> dict[str, Any]:
     try:
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)
     except ValueError as error:
         raise RunError(f"{folder / 'metrics.jsonl'} is damaged: {error}") from error
 

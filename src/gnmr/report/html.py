@@ -47,7 +47,9 @@ def page(comparison: Mapping[str, Any], runs: Sequence[RunData]) -> str:
         _section(
             "Loss",
             "<h3>Validation</h3>"
-            + _figure(plots.curves(runs, "evaluations", "validation loss"), "Validation loss of all arms over the steps")
+            + _figure(
+                plots.curves(runs, "evaluations", "validation loss"), "Validation loss of all arms over the steps"
+            )
             + "<h3>Training</h3>"
             + _figure(plots.curves(runs, "losses", "training loss"), "Training loss of all arms over the steps")
             + "<p class=note>Thick: the mean over the seeds; thin: each seed. A gap is a loss that was not finite.</p>",
@@ -100,7 +102,7 @@ def _table(comparison: Mapping[str, Any]) -> str:
         cells = "".join(_cell(row["metrics"][column["key"]], column) for row in comparison["rows"])
         lines.append(f"<tr><th scope=row>{escape(column['label'])}{unit}</th>{cells}</tr>")
     return (
-        f'<div class=wide><table class=result><thead><tr><th scope=col>mean ± standard error</th>{head}</tr></thead>'
+        f"<div class=wide><table class=result><thead><tr><th scope=col>mean ± standard error</th>{head}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>" + _per_seed(comparison)
     )
 
@@ -186,7 +188,11 @@ def _maps(runs: Sequence[RunData]) -> str:
         "step, the riskiest first, never more than maxO.</p>"
         f"<label class=screen-only>Run <select id=which>{''.join(options)}</select></label>{''.join(figures)}"
         f"<p class=note>Colours end at {2**plots.CLIP:g} and {2**-plots.CLIP:g}. "
-        + (f"Each column is the largest GNMR of several steps (at most {plots.MOST_COLUMNS} columns)." if binned else "")
+        + (
+            f"Each column is the largest GNMR of several steps (at most {plots.MOST_COLUMNS} columns)."
+            if binned
+            else ""
+        )
         + "</p>"
     )
 
