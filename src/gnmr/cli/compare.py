@@ -15,6 +15,7 @@ def compare(
     arms: Annotated[str | None, typer.Option(help="Some of the arms: high,low,gnmr.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from 0 on.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the runs in the folder first.")] = False,
     out: Annotated[Path | None, typer.Option(help="The comparison's folder; default: runs/RECIPE.")] = None,
 ) -> None:
     """Run the arms of a recipe over its seeds, and print one table. Goes on where it was stopped."""
@@ -43,6 +44,7 @@ def compare(
                 loaded,
                 folder,
                 jobs=jobs,
+                overwrite=overwrite,
                 progress=lambda done, total, what: bar.update(
                     task, completed=done, total=total, description=what or "steps"
                 ),

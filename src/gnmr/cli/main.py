@@ -39,6 +39,11 @@ def _main(
 ) -> None: ...
 
 
+def _complain(message: str) -> None:
+    console = Console(stderr=True)
+    console.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
 def _plainly(command: Callable[..., Any]) -> Callable[..., Any]:
     """Print what gnmr complains about as one line on stderr, and exit with 2."""
 
@@ -47,12 +52,10 @@ def _plainly(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*args, **kwargs)
         except (GnmrError, ValueError) as error:
-            Console(stderr=True).print("error:", str(error), style="red", markup=False, highlight=False)
+            _complain(str(error))
             raise typer.Exit(2) from None
         except ModuleNotFoundError as error:
-            Console(stderr=True).print(
-                f"error: this command needs {error.name}: pip install 'gnmr[all]'", style="red", markup=False
-            )
+            _complain(f"this command needs {error.name}: pip install 'gnmr[all]'")
             raise typer.Exit(2) from None
 
     return run

@@ -1,5 +1,6 @@
 """``gnmr train``: one arm of a recipe, with one seed."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +26,32 @@ def train(
 
     loaded = load_recipe(recipe, overrides or [])
     folder = out or Path("runs") / loaded.name / run_name(arm, seed)
-    again = f"gnmr train {recipe} --arm {arm} --seed {seed} --out {folder} --resume"
-    again += "".join(f" --set {override}" for override in overrides or [])
+    again = shlex.join(["gnmr", "train", recipe, "--arm", arm, "--seed", str(seed), "--out", str(folder), "--resume"])
+    again += "".join(f" --set {shlex.quote(override)}" for override in overrides or [])
 
-    from gnmr.lab.train import Interrupted, train_arm
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+    from gnmr.lab.train import InterruptedRunError, train_arm
+
+    console = Console()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        result = train_arm(loaded, arm, seed, folder, resume=resume, overwrite=overwrite, again=again, say=typer.echo)
-    except Interrupted as stop:
+        # Without a terminal there is no bar; the lines of the evaluations say how far it is.
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("steps", total=loaded.run.steps)
+            result = train_arm(
+                loaded,
+                arm,
+                seed,
+                folder,
+                resume=resume,
+                overwrite=overwrite,
+                again=again,
+                say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except InterruptedRunError as stop:
         typer.echo(str(stop))
         raise typer.Exit(128 + stop.signal) from None
     typer.echo(

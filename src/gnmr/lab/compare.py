@@ -1,11 +1,13 @@
 """All arms of a recipe over its seeds: each run in a process of its own, several at a time, resumable."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from typing import Any
 from gnmr._io import write_text
 from gnmr.errors import RunError
 from gnmr.lab import runs
-from gnmr.lab.metrics import COLUMNS, aggregate, measure_run
+from gnmr.lab.metrics import COLUMNS, aggregate, measure_run, paired_differences
 from gnmr.lab.recipe import Recipe
 from gnmr.lab.tables import write_tables
 
 SCHEMA = 1
 POLL_SECONDS = 0.2
+STOP_SECONDS = 120.0
+"""How long a run may take to save where it is before it is killed."""
 
 Progress = Callable[[int, int, str], None]
 """Hears (steps done, steps in all, what is running)."""
@@ -37,9 +41,18 @@ class _Job:
     def name(self) -> str:
         return runs.run_name(self.arm, self.seed)
 
+    @property
+    def finished(self) -> bool:
+        return (self.folder / runs.RESULT).exists()
+
 
 def compare_arms(
-    recipe: Recipe, folder: Path, *, jobs: int | None = None, progress: Progress = lambda *_: None
+    recipe: Recipe,
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Run what is not finished yet, and return the comparison, which is also written into the folder.
 
@@ -47,30 +60,36 @@ def compare_arms(
         recipe: what to run: its arms and seeds.
         folder: the comparison's folder; each run has one inside.
         jobs: runs at a time; by default as many as there are cores for their threads.
+        overwrite: drop the runs of the recipe's arms and seeds first, and begin anew.
         progress: hears how far it is.
 
     Returns:
         What stands in ``comparison.json``.
 
     Raises:
-        gnmr.RunError: a run failed (the message has the end of its log; the others were finished), the folder is in use or
-            holds runs of another recipe.
-        KeyboardInterrupt: Ctrl-C; the runs saved where they were, and the same command goes on.
+        gnmr.RunError: a run failed (the message has the end of its log; the others were finished), or the folder is in
+            use or holds runs of another recipe.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the runs saved where they were, and the same command goes on.
     """
     jobs = jobs or max(1, (os.cpu_count() or 1) // recipe.run.threads)
-    with runs.claimed(folder):
+    with runs.claimed(folder), runs.kept_on_failure(folder):
+        plan = _plan(recipe, folder)
+        if overwrite:
+            for job in plan:
+                shutil.rmtree(job.folder, ignore_errors=True)
+        _check_earlier(plan, recipe)
         recipe_file = folder / runs.RECIPE
         write_text(recipe_file, recipe.to_toml())
-        pending = [job for job in _plan(recipe, folder) if not (job.folder / runs.RESULT).exists()]
-        _run_all(pending, recipe, recipe_file, jobs, progress)
+        with _sigterm_as_interrupt():
+            _run_all([job for job in plan if not job.finished], recipe, recipe_file, jobs, progress)
         comparison = summarise(recipe, folder)
         write_tables(comparison, folder)
     return comparison
 
 
 def summarise(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Measure the finished runs of a comparison."""
-    rows = []
+    """Measure the finished runs of a comparison; see :func:`compare_arms` for what may be raised."""
+    rows: list[dict[str, Any]] = []
     for arm in recipe.arms:
         names = [runs.run_name(arm, seed) for seed in recipe.run.seeds]
         facts = [runs.read_json(folder / name / runs.ENVIRONMENT) for name in names]
@@ -87,13 +106,14 @@ def summarise(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "seeds": list(recipe.run.seeds),
         "columns": [vars(column) for column in COLUMNS],
         "rows": rows,
+        "differences": paired_differences(rows),
     }
 
 
 def _plan(recipe: Recipe, folder: Path) -> list[_Job]:
     """Seeds outside, arms inside; ``random`` waits for the ``gnmr`` of its seed, which therefore goes first."""
     arms = sorted(recipe.arms, key=lambda arm: arm != "gnmr")
-    found = []
+    found: list[_Job] = []
     for seed in recipe.run.seeds:
         of_seed = {arm: _Job(arm, seed, folder / runs.run_name(arm, seed)) for arm in arms}
         if "random" in of_seed:
@@ -102,12 +122,21 @@ def _plan(recipe: Recipe, folder: Path) -> list[_Job]:
     return found
 
 
+def _check_earlier(plan: Sequence[_Job], recipe: Recipe) -> None:
+    """Refuse to mix runs of two recipes in one table."""
+    from gnmr.lab.train import check_same  # torch and transformers, which a fresh folder needs in its workers only
+
+    for job in plan:
+        if (job.folder / runs.RECIPE).exists():
+            check_same(recipe, job.arm, job.seed, job.folder)
+
+
 def _run_all(pending: list[_Job], recipe: Recipe, recipe_file: Path, jobs: int, progress: Progress) -> None:
-    waiting, running, failed = list(pending), [], []  # type: tuple[list[_Job], list[_Job], list[_Job]]
+    waiting, running, failed = list(pending), list[_Job](), list[_Job]()
     total = len(pending) * recipe.run.steps
     try:
         while waiting or running:
-            for job in _startable(waiting, pending, failed)[: jobs - len(running)]:
+            for job in [job for job in waiting if _may_start(job, pending)][: jobs - len(running)]:
                 waiting.remove(job)
                 job.process = _start(job, recipe, recipe_file)
                 running.append(job)
@@ -120,15 +149,14 @@ def _run_all(pending: list[_Job], recipe: Recipe, recipe_file: Path, jobs: int, 
             waiting = [job for job in waiting if job.after not in failed]
             progress(sum(map(_steps_done, pending)), total, ", ".join(job.name for job in running))
             time.sleep(POLL_SECONDS if running else 0)
-    except KeyboardInterrupt:
+    finally:
         _stop(running)
-        raise
     if failed:
         raise RunError("\n".join(_why(job) for job in failed))
 
 
-def _startable(waiting: Sequence[_Job], pending: Sequence[_Job], failed: Sequence[_Job]) -> list[_Job]:
-    return [job for job in waiting if job.after is None or job.after not in pending or job.after.code == 0]
+def _may_start(job: _Job, pending: Sequence[_Job]) -> bool:
+    return job.after is None or job.after not in pending or job.after.code == 0
 
 
 def _start(job: _Job, recipe: Recipe, recipe_file: Path) -> subprocess.Popen[bytes]:
@@ -146,26 +174,42 @@ def _start(job: _Job, recipe: Recipe, recipe_file: Path) -> subprocess.Popen[byt
     }
     with (job.folder / runs.LOG).open("ab") as log:
         return subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # the terminal's Ctrl-C is for us, who then ask the runs to save
         )
 
 
 def _stop(running: Sequence[_Job]) -> None:
     """Ask the runs to save where they are, and wait for them."""
-    for job in running:
-        if job.process is not None and job.process.poll() is None:
-            job.process.send_signal(signal.SIGTERM)
-    for job in running:
-        if job.process is not None:
-            job.process.wait()
+    processes = [job.process for job in running if job.process is not None]
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    for process in processes:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _steps_done(job: _Job) -> int:
-    path = job.folder / runs.METRICS
-    if job.process is None or not path.exists():
-        return 0
-    rows = runs.read_metrics(path)
-    return int(rows[-1]["step"]) if rows else 0
+    return 0 if job.process is None else runs.last_step(job.folder / runs.METRICS)
 
 
 def _why(job: _Job) -> str:

@@ -1,10 +1,8 @@
 """Training windows and the held-out sequences of a recipe."""
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 from gnmr.errors import RecipeError
 from gnmr.lab.embedded import HELD_OUT, embedded_text
-from gnmr.lab.recipe import Data, Recipe
+from gnmr.lab.recipe import Recipe
+from gnmr.lab.sections import Data
+from gnmr.lab.texts import texts_of
 from gnmr.lab.tokens import Tokenizer, encoded, make_tokenizer
 
-_LOADERS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+STREAMED_HELD_OUT = 1000
+"""Documents that are held out from the beginning of a stream."""
 
 Sample = dict[str, torch.Tensor]
 
@@ -101,14 +102,16 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
         gnmr.RecipeError: a file that is missing, empty, unreadable or too short, or a column that is not there; with
             the path and the fix.
     """
-    data = recipe.data
+    data, run = recipe.data, recipe.run
+    if data.streaming:
+        return _streamed(data, seed)
+    facts: dict[str, Any] = {"name": data.name}
     if data.name == "embedded":
         text = embedded_text()
         train, held_out, digest = text.train, text.validation, text.sha256
-    elif data.streaming:
-        return _streamed(recipe)
+        facts["skipped_files"] = text.skipped
     else:
-        train, held_out = _split(_documents(data, data.split), data)
+        train, held_out = _split(data)
         digest = hashlib.sha256(b"\0".join((*train, b"held out", *held_out))).hexdigest()
     tokenizer = make_tokenizer(data.tokenizer, data.vocab_size, train)
     tokens = encoded(tokenizer, train, f"{digest}-train")
@@ -120,16 +123,14 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
                 f"data.name = {data.name!r}: its {part} part has {len(array)} tokens, fewer than one sequence of "
                 f"{length}: give more text, or a smaller data.sequence_length"
             )
-    run = recipe.run
-    count = run.steps * run.batch_size * run.gradient_accumulation
-    facts = {
-        "name": data.name,
+    facts |= {
         "sha256": digest,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "train_tokens": len(tokens),
         "validation_tokens": len(validation),
     }
+    count = run.steps * run.batch_size * run.gradient_accumulation
     return Corpus(
         Windows(tokens, length, count, seed),
         Blocks(validation, length, data.eval_sequences),
@@ -143,106 +144,51 @@ def _sample(tokens: NDArray[np.int32]) -> Sample:
     return {"input_ids": ids, "labels": ids}
 
 
-def _streamed(recipe: Recipe) -> Corpus:
-    """Take the first documents for validation (or the split that is named), and stream the rest."""
-    data = recipe.data
-    length = data.sequence_length
-    if data.tokenizer == "bpe":
-        raise RecipeError(
-            "data.tokenizer = 'bpe' is trained on the whole text, so it cannot be streamed: use 'bytes', "
-            "or a hub's tokenizer"
-        )
-    tokenizer = make_tokenizer(data.tokenizer, data.vocab_size, ())
-    rows = _load(data, data.split, streaming=True)
-    if data.validation_split:
-        held_out = _load(data, data.validation_split, streaming=True)
-    else:
-        held_out, rows = rows.take(1000), rows.skip(1000)
-    tokens = tokenizer.encode(list(itertools.islice(_texts(held_out, data), 1000)))
-    if len(tokens) < length:
-        raise RecipeError(f"data.name = {data.name!r}: the held-out part is shorter than one sequence of {length}")
-    facts = {
-        "name": data.name,
-        "sha256": digest,
-        "tokenizer": tokenizer.name,
-        "streaming": True,
-        "vocab_size": tokenizer.vocab_size,
-        "validation_tokens": len(tokens),
-    }
-    train = Stream(_Texts(rows, data), tokenizer, length)
-    return Corpus(train, Blocks(tokens, length, data.eval_sequences), tokenizer.vocab_size, facts)
-
-
-class _Texts:
-    """A stream that can be read again from its beginning."""
-
-    def __init__(self, rows: Any, data: Data) -> None:
-        self._rows, self._data = rows, data
-
-    def __iter__(self) -> Iterator[bytes]:
-        return _texts(self._rows, self._data)
-
-
-def _documents(data: Data, split: str) -> tuple[bytes, ...]:
-    documents = tuple(text for text in _texts(_load(data, split, streaming=False), data) if text.strip())
+def _split(data: Data) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """Hold out what is named, or one document of twenty, or the end of a single one."""
+    documents = tuple(texts_of(data, data.name, data.split))
     if not documents:
         raise RecipeError(f"data.name = {data.name!r} holds no text")
-    return documents
-
-
-def _split(documents: Sequence[bytes], data: Data) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """Hold out the split that is named, or one document of twenty, or the end of a single one."""
-    if data.validation_split:
-        return tuple(documents), _documents(data, data.validation_split)
+    if data.validation_name or data.validation_split:
+        name = data.validation_name or data.name
+        held_out = tuple(texts_of(data, name, data.validation_split or data.split))
+        if not held_out:
+            raise RecipeError(f"the held-out text {name!r} holds no text")
+        return documents, held_out
     if len(documents) >= HELD_OUT:
-        held_out = tuple(documents[::HELD_OUT])
-        return tuple(text for i, text in enumerate(documents) if i % HELD_OUT), held_out
+        return tuple(text for i, text in enumerate(documents) if i % HELD_OUT), documents[::HELD_OUT]
     whole = b"\n".join(documents)
     cut = len(whole) - len(whole) // HELD_OUT
     return (whole[:cut],), (whole[cut:],)
 
 
-def _texts(rows: Any, data: Data) -> Iterator[bytes]:
-    for row in rows:
-        if data.text_column not in row:
-            raise RecipeError(
-                f"data.name = {data.name!r} has no column {data.text_column!r}; its columns are "
-                f"{', '.join(row)}: set data.text_column"
-            )
-        yield str(row[data.text_column]).encode()
-
-
-def _load(data: Data, split: str, *, streaming: bool) -> Any:
-    import datasets
-
-    datasets.disable_progress_bars()
-    files = _local_files(data.name)
-    try:
-        if files is None:
-            return datasets.load_dataset(data.name, data.config, split=split, streaming=streaming)
-        kind = _LOADERS[files[0].suffix]
-        options = {"sample_by": "document"} if kind == "text" else {}
-        return datasets.load_dataset(
-            kind, data_files=[str(file) for file in files], split="train", streaming=streaming, **options
+def _streamed(data: Data, seed: int) -> Corpus:
+    """Hold out what is named, or the first documents; stream the rest, shuffled in a buffer."""
+    length = data.sequence_length
+    if data.tokenizer == "bpe":
+        raise RecipeError(
+            "data.tokenizer = 'bpe' is trained on the whole text, so it cannot be streamed: use 'bytes', or a hub's"
         )
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
-        cause = error.__cause__ or error
-        raise RecipeError(f"data.name = {data.name!r} cannot be read: {cause}") from error
-
-
-def _local_files(name: str) -> list[Path] | None:
-    """Return the files of a path, or None for a hub name."""
-    path = Path(name)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _LOADERS)
-    elif path.suffix in _LOADERS:
-        files = [path]
+    tokenizer = make_tokenizer(data.tokenizer, data.vocab_size, ())
+    rows = texts_of(data, data.name, data.split)
+    if data.validation_name or data.validation_split:
+        held_out = texts_of(data, data.validation_name or data.name, data.validation_split or data.split)
     else:
-        return None
-    if not files or not all(file.is_file() for file in files):
-        raise RecipeError(f"data.name = {name!r}: there is no such file, or no {', '.join(_LOADERS)} in the folder")
-    if len({_LOADERS[file.suffix] for file in files}) > 1:
-        raise RecipeError(f"data.name = {name!r} mixes kinds of files: name one file, or a folder of one kind")
-    if all(file.stat().st_size == 0 for file in files):
-        raise RecipeError(f"data.name = {name!r} is empty: there is no text to learn from")
-    return files
+        held_out, rows = rows.take(STREAMED_HELD_OUT), rows.skip(STREAMED_HELD_OUT)
+        if next(iter(rows), None) is None:
+            raise RecipeError(
+                f"data.name = {data.name!r} streams no more than the {STREAMED_HELD_OUT} documents that are held out: "
+                "set data.validation_name or data.validation_split, or streaming = false"
+            )
+    tokens = tokenizer.encode(list(held_out.take(STREAMED_HELD_OUT)))
+    if len(tokens) < length:
+        raise RecipeError(f"data.name = {data.name!r}: the held-out part is shorter than one sequence of {length}")
+    facts = {
+        "name": data.name,
+        "streaming": True,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "validation_tokens": len(tokens),
+    }
+    train = Stream(rows.shuffle(seed), tokenizer, length)
+    return Corpus(train, Blocks(tokens, length, data.eval_sequences), tokenizer.vocab_size, facts)

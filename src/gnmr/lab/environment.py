@@ -39,14 +39,15 @@ def _cpu() -> str:
 
 def _revision() -> str | None:
     """Return the git revision of the checkout that gnmr runs from, ``+`` if it is changed; None outside one."""
-    here = Path(__file__).parent
+    here = Path(__file__)
     try:
+        _git(here, "ls-files", "--error-unmatch", here.name)  # an installed wheel may lie in another's checkout
         revision = _git(here, "rev-parse", "HEAD")
-        return revision + ("+" if _git(here, "status", "--porcelain", "--", "src") else "")
-    except (OSError, subprocess.CalledProcessError):
+        return revision + ("+" if _git(here, "status", "--porcelain", "--", ":/src") else "")
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder.parents[2]), *arguments]
+def _git(file: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(file.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

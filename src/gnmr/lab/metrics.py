@@ -14,7 +14,7 @@ Definitions, where a word could mean several things:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -56,7 +56,7 @@ COLUMNS = (
     Column("fault_coverage", "faults covered", "%", better="higher"),
     Column("false_alarms", "false alarms", "%", better="lower"),
     Column("step_seconds", "median step", "ms", better="lower"),
-    Column("tokens_per_second", "tokens per second", "tok/s", better="higher"),
+    Column("tokens_per_second", "throughput", "tok/s", better="higher"),
     Column("held_bytes_units", "held by units", "MiB", better="lower"),
     Column("held_bytes_model", "held by model", "MiB", better="lower"),
     Column("peak_memory", "peak memory", "MiB", better="lower"),
@@ -114,9 +114,9 @@ def count_spikes(losses: Sequence[float]) -> int:
         before = np.array(losses[i - SPIKE_WINDOW : i])
         before = before[np.isfinite(before)]
         limit = before.mean() + SPIKE_SIGMAS * before.std() if before.size else math.inf
-        spike = not math.isfinite(losses[i]) or losses[i] > limit
+        spike = not math.isfinite(losses[i]) or bool(losses[i] > limit)
         count += spike and not inside
-        inside = spike or (inside and losses[i] > before.mean())
+        inside = spike or (inside and bool(losses[i] > before.mean()))
     return count
 
 
@@ -132,6 +132,39 @@ def aggregate(per_seed: Sequence[float | None]) -> dict[str, Any]:
         "se": None if se is None else runs.number(se),
         "per_seed": [None if value is None else runs.number(value) for value in per_seed],
     }
+
+
+def paired_differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compare the validation losses of two arms seed by seed, gnmr with each other arm, and low with high.
+
+    Args:
+        rows: of a comparison.
+
+    Returns:
+        For each pair ``first``, ``second``, the ``mean`` of first minus second, its standard error ``se`` (None for one
+        seed), in how many seeds ``first`` is ``lower``, and of how many ``seeds``.
+    """
+    losses = {row["arm"]: row["metrics"]["eval_loss"]["per_seed"] for row in rows}
+    pairs = [("low", "high"), *(("gnmr", arm) for arm in losses if arm != "gnmr")]
+    found = []
+    for first, second in pairs:
+        if not {first, second} <= losses.keys():
+            continue
+        both = zip(losses[first], losses[second], strict=True)
+        gaps = [float(a) - float(b) for a, b in both if a is not None and b is not None]
+        total = aggregate(gaps)
+        lower = sum(gap < 0 for gap in gaps)
+        found.append(
+            {
+                "first": first,
+                "second": second,
+                "mean": total["mean"],
+                "se": total["se"],
+                "lower": lower,
+                "seeds": len(gaps),
+            }
+        )
+    return found
 
 
 _MEASURED = (

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gnmr.errors import RecipeError
-from gnmr.lab.recipe import Model
+from gnmr.lab.sections import Model
 
 
 def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -> Any:
@@ -45,7 +46,7 @@ def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -
 def _pretrained(name: str, dtype: torch.dtype, vocab_size: int) -> Any:
     try:
         loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise RecipeError(f"model.name_or_path = {name!r} cannot be loaded: {error}") from error
     rows = loaded.get_input_embeddings().num_embeddings
     if rows < vocab_size:

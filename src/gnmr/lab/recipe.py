@@ -1,116 +1,27 @@
 """Recipes: what a run is, as a TOML file that is checked before anything is computed."""
 
 import difflib
+import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from gnmr import Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
-
-Arm = Literal["high", "low", "gnmr", "random", "always", "norm"]
-Positive = Annotated[int, Field(ge=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
-
-
-class Model(_Section):
-    """A LLaMA of these shapes, or any causal LM by hub name or path."""
-
-    name_or_path: str | None = None
-    hidden_size: Positive = 64
-    intermediate_size: Positive = 172
-    num_hidden_layers: Positive = 4
-    num_attention_heads: Positive = 4
-    num_key_value_heads: Positive | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {self.num_attention_heads}"
-            )
-        return self
-
-
-class Data(_Section):
-    """Text, how it becomes tokens, and what is held out."""
-
-    name: str = "embedded"
-    config: str | None = None
-    split: str = "train"
-    validation_split: str | None = None
-    text_column: str = "text"
-    streaming: bool = False
-    tokenizer: str = "bytes"
-    vocab_size: Annotated[int, Field(ge=257)] = 4096
-    sequence_length: Annotated[int, Field(ge=2)] = 64
-    eval_sequences: Positive = 512
-
-
-class Optimizer(_Section):
-    """Adam(W) with linear warm-up and a cosine to a share of the peak."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    max_grad_norm: Annotated[float, Field(ge=0)] = 0.0
-
-
-class Units(_Section):
-    """Which parts of the model are units: see :func:`gnmr.find_units`."""
-
-    granularity: Literal["operator", "block"] = "operator"
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-
-
-class Stress(_Section):
-    """Seeded faults in the low-cost path of one unit at a time: see :mod:`gnmr.lab.stress`."""
-
-    kind: Literal["gradient_scale", "stale_scale", "saturation", "nan"]
-    first_step: Positive = 50
-    every: Positive = 25
-    duration: Positive = 12
-    factor: Annotated[float, Field(gt=0)] = 16.0
-
-
-class Run(_Section):
-    """How long, how large, how often, on how many threads."""
-
-    steps: Positive = 400
-    batch_size: Positive = 8
-    gradient_accumulation: Positive = 1
-    eval_every: Positive = 100
-    save_every: Positive = 200
-    log_every: Positive = 10
-    seeds: tuple[int, ...] = (0, 1, 2)
-    threads: Positive = 1
-    bf16_autocast: bool = False
-
-    @model_validator(mode="after")
-    def _seeds_differ(self) -> Self:
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be distinct and >= 0, at least one, got {list(self.seeds)}")
-        return self
-
+from gnmr.lab.sections import Arm, Data, Model, Optimizer, Run, Section, Stress, Units
+from gnmr.lab.stress import stressed
 
 _PATHS: dict[str, type[Paths]] = {"saved_activations": SavedActivations, "simulated": Simulated}
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """Everything that decides a run.
 
     Attributes:
@@ -141,34 +52,44 @@ class Recipe(_Section):
             raise ValueError(f"arms must be distinct, at least one, got {list(self.arms)}")
         if "random" in self.arms and "gnmr" not in self.arms:
             raise ValueError("the arm 'random' is matched to 'gnmr', which must be among the arms")
+        if self.stress is not None and self.stress.first_step > self.run.steps:
+            raise ValueError(
+                f"stress.first_step = {self.stress.first_step} is beyond run.steps = {self.run.steps}: no fault would "
+                "ever act"
+            )
         return self
 
     def make_policy(self) -> Policy:
-        """Return the policy."""
-        return Policy.from_dict(self.policy)
+        """Return the policy; ``beta = "none"`` is how TOML says None."""
+        _check_keys("policy", self.policy, [field.name for field in fields(Policy)])
+        values = dict(self.policy)
+        if values.get("beta") == "none":
+            values["beta"] = None
+        try:
+            return Policy.from_dict(values)
+        except ValueError as error:
+            raise ValueError(str(error).replace("Policy.", "policy.")) from None
 
-    def make_paths(self, seed: int = 0, wrap: Callable[[type[Paths]], type[Any]] = lambda kind: kind) -> Any:
-        """Return fresh paths.
+    def make_paths(self, seed: int = 0) -> Any:
+        """Return fresh paths, with the recipe's faults if it has a stress section.
 
         Args:
             seed: of stochastic rounding, where the recipe names none.
-            wrap: makes the class to use from the path class.
         """
         options = dict(self.paths)
         kind = options.pop("kind", None)
         if kind not in _PATHS:
-            raise ValueError(f"paths.kind must be one of {', '.join(_PATHS)}, got {kind!r}{_hint(str(kind), _PATHS)}")
-        if "tensors" in options:
-            options["tensors"] = tuple(options["tensors"])
-        known = _parameters(_PATHS[kind])
-        for name in options:
-            if name not in known:
-                raise ValueError(
-                    f"paths.{name} is no option of {kind!r}{_hint(name, known)}; it has {', '.join(known)}"
-                )
-        if "seed" in known:
-            options.setdefault("seed", seed)
-        return wrap(_PATHS[kind])(**options)
+            raise ValueError(f"paths.kind must be one of {', '.join(_PATHS)}, got {kind!r}{_hint(kind, _PATHS)}")
+        known = list(inspect.signature(_PATHS[kind]).parameters)
+        _check_keys("paths", options, known)
+        options.setdefault("seed", seed)
+        wrap: Callable[[type[Paths]], type[Any]] = lambda kind: kind  # noqa: E731
+        if self.stress is not None:
+            wrap = partial(stressed, fault=self.stress.kind, factor=self.stress.factor)
+        try:
+            return wrap(_PATHS[kind])(**options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"paths: {error}") from None
 
     def to_toml(self) -> str:
         """Return the resolved recipe, every default written out."""
@@ -189,10 +110,10 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     Examples:
         >>> load_recipe("demo", ["policy.max_active=6"]).policy["max_active"]
         6
-        >>> load_recipe("demo", ["policy.max_actve=6"])
+        >>> load_recipe("demo", ["policy.max_actve=6"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        gnmr.errors.RecipeError: recipe demo: Policy has no field 'max_actve'; did you mean 'max_active'? ...
+        gnmr.errors.RecipeError: recipe demo: unknown key 'policy.max_actve'; did you mean 'max_active'?...
     """
     where, text = _read(name_or_path)
     try:
@@ -258,17 +179,27 @@ def _validated(where: str, values: Mapping[str, Any]) -> Recipe:
 
 
 def _say(error: Any) -> str:
+    *sections, name = error["loc"] or [""]
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        *sections, name = error["loc"]
         known = _keys_of(sections)
-        return f"unknown key {key!r}{_hint(str(name), known)}; known here: {', '.join(known)}"
+        return f"unknown key {key!r}{_hint(name, known)}; known here: {', '.join(known)}"
     if error["type"] == "missing":
         return f"{key!r} is missing"
-    message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-    if not key:
-        return message
-    return f"{key} = {error['input']!r}: {message}" if error["type"] != "value_error" else f"{key}: {message}"
+    if error["type"] == "value_error":
+        return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
+    hint = (
+        _hint(error["input"], error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
+        if (error["type"] == "literal_error")
+        else ""
+    )
+    return f"{key} = {error['input']!r}: {error['msg']}{hint}"
+
+
+def _check_keys(section: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in values:
+        if name not in known:
+            raise ValueError(f"unknown key '{section}.{name}'{_hint(name, known)}; known here: {', '.join(known)}")
 
 
 def _keys_of(sections: Sequence[Any]) -> list[str]:
@@ -279,14 +210,8 @@ def _keys_of(sections: Sequence[Any]) -> list[str]:
     return list(model.model_fields)
 
 
-def _parameters(kind: type[Paths]) -> list[str]:
-    import inspect
-
-    return list(inspect.signature(kind).parameters)
-
-
-def _hint(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+def _hint(name: object, known: Any) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -2,18 +2,23 @@
 
 import json
 import math
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from gnmr._io import write_text
 from gnmr.errors import RunError
 
 RECIPE, ENVIRONMENT, METRICS, TRACE = "recipe.toml", "environment.json", "metrics.jsonl", "trace.arrow"
 FAULTS, RESULT, MODEL, LOG = "faults.json", "result.json", "model", "run.log"
+PROGRESS = "lab.json"
+"""In a checkpoint: what the lab measured until then."""
 
 
 def run_name(arm: str, seed: int) -> str:
@@ -28,20 +33,44 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises:
         gnmr.RunError: another process has it, or it cannot be made.
     """
+    owner = folder / ".owner"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock", timeout=0)
         lock.acquire()
+        owner.write_text(f"process {os.getpid()} on {platform.node()}")
     except Timeout:
-        raise RunError(
-            f"{folder} is in use by another process: wait for it, or give another folder with --out"
-        ) from None
+        who = owner.read_text() if owner.exists() else "another process"
+        raise RunError(f"{folder} is in use by {who}: wait for it, or give another folder with --out") from None
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error}") from error
     try:
         yield
     finally:
+        owner.unlink(missing_ok=True)
         lock.release()
+
+
+@contextmanager
+def kept_on_failure(folder: Path) -> Iterator[None]:
+    """Turn what a full or failing disk raises into one error that says how to go on.
+
+    Raises:
+        gnmr.RunError: the block could not write.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{folder} cannot be written: {error}. What was written before is kept: make room, and go on with --resume"
+        ) from error
+    except RuntimeError as error:
+        # torch.save has no exception of its own for a failed write.
+        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+            raise
+        raise RunError(
+            f"{folder} cannot be written: {error}. What was written before is kept: make room, and go on with --resume"
+        ) from error
 
 
 def read_json(path: Path) -> Any:
@@ -79,14 +108,21 @@ class Metrics:
     def add(self, **row: Any) -> None:
         """Add a line; floats that JSON lacks become strings."""
         plain = {key: number(value) if isinstance(value, float) else value for key, value in row.items()}
-        try:
-            with self._path.open("a") as file:
-                file.write(json.dumps(plain, allow_nan=False) + "\n")
-        except OSError as error:
-            raise RunError(
-                f"{self._path} cannot be written: {error}. What was written before is kept: make room, and go on with "
-                "--resume"
-            ) from error
+        with self._path.open("a") as file:
+            file.write(json.dumps(plain, allow_nan=False) + "\n")
+
+
+def last_step(path: Path) -> int:
+    """Return the step of the last whole line of ``metrics.jsonl``, without reading the rest; 0 without one."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2000))
+        lines = file.read().split(b"\n")[:-1]
+    for line in reversed(lines):
+        if line.startswith(b'{"step": '):
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

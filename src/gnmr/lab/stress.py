@@ -108,12 +108,12 @@ class _Stressed:
 class _StressedCasts(_Stressed):
     """Faults of the casts of :class:`gnmr.Simulated`."""
 
-    def attach(self, units: Sequence[Unit]) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         if self.fault == "stale_scale" and self.scaling != "delayed":  # type: ignore[attr-defined]
             raise RecipeError("stress.kind = 'stale_scale' needs paths.scaling = 'delayed': only that keeps a scale")
         if self.fault != "stale_scale" and "dy" not in self.tensors:  # type: ignore[attr-defined]
             raise RecipeError(f"stress.kind = {self.fault!r} acts on the cast of 'dy', which paths.tensors lacks")
-        super().attach(units)  # type: ignore[misc]
 
     def cast(self, value: Tensor, at: Any) -> Tensor:
         if at.path != LOW or not self.is_faulty(at.unit):

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,25 +76,14 @@ def as_csv(comparison: Mapping[str, Any]) -> str:
 
 
 def differences(comparison: Mapping[str, Any]) -> list[str]:
-    """Say in words how gnmr stands to each of the others, seed by seed: loss differences below zero favour gnmr."""
-    losses = {row["arm"]: row["metrics"]["eval_loss"]["per_seed"] for row in comparison["rows"]}
-    if "gnmr" not in losses:
-        return []
+    """Say in words how the arms differ in validation loss, seed by seed: below zero, the first is better."""
     lines = []
-    for arm, others in losses.items():
-        pairs = [
-            (float(mine), float(other))
-            for mine, other in zip(losses["gnmr"], others, strict=True)
-            if mine is not None and other is not None
-        ]
-        if arm == "gnmr" or not pairs:
-            continue
-        gaps = [mine - other for mine, other in pairs]
-        mean = sum(gaps) / len(gaps)
-        error = _standard_error(gaps)
-        spread = "" if error is None else f" ± {error:.4f}"
-        better = sum(gap < 0 for gap in gaps)
-        lines.append(f"- gnmr minus {arm}: {mean:+.4f}{spread} validation loss, lower in {better} of {len(gaps)} seeds")
+    for pair in comparison["differences"]:
+        spread = "" if pair["se"] is None else f" ± {float(pair['se']):.4f}"
+        lines.append(
+            f"- {pair['first']} minus {pair['second']}: {float(pair['mean']):+.4f}{spread} validation loss, lower in "
+            f"{pair['lower']} of {pair['seeds']} seeds"
+        )
     return lines
 
 
@@ -132,17 +120,12 @@ def _cell(entry: Mapping[str, Any], key: str, unit: str) -> str:
         return f"{sum(float(value) for value in entry['per_seed'] if value is not None):.0f}"
     scale = _SCALES.get(unit, 1.0)
     mean = float(entry["mean"]) * scale
-    digits = 0 if mean >= 1000 else 1 if unit == "%" else 3 if unit == "" else 2
+    digits = 1 if unit == "%" else 3 if unit == "" else 2
+    if mean >= 100 and unit != "%":
+        digits = 0 if unit else 1
     return f"{mean:.{digits}f}"
 
 
 def _seeds(comparison: Mapping[str, Any]) -> str:
     count = len(comparison["seeds"])
     return f"{count} seed" + ("s" if count > 1 else "")
-
-
-def _standard_error(values: list[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))

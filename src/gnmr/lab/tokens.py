@@ -48,7 +48,9 @@ class FastTokenizer:
     """A tokenizer of the ``tokenizers`` library: trained here, or one of a hub's."""
 
     def __init__(self, name: str, backend: Any, end: int) -> None:
-        self.name, self._backend, self.end = name, backend, end
+        # A tokenizer that is edited in place is another one to the cache.
+        self.name = f"{name}-{hashlib.sha256(backend.to_str().encode()).hexdigest()[:16]}"
+        self._backend, self.end = backend, end
         self.vocab_size = int(backend.get_vocab_size())
 
     def encode(self, documents: Sequence[bytes]) -> NDArray[np.int32]:
@@ -125,7 +127,7 @@ def _trained(vocab_size: int, corpus: Sequence[bytes]) -> FastTokenizer:
     end = backend.token_to_id("<|end|>")
     if end is None:
         raise RecipeError(f"{path}: the cached tokenizer has no end-of-text token: delete the file")
-    return FastTokenizer(f"bpe-{digest}", backend, end)
+    return FastTokenizer("bpe", backend, end)
 
 
 def _pretrained(name: str) -> FastTokenizer:

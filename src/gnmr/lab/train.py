@@ -4,7 +4,6 @@ All arms run through the same guard and the same paths, on the same data from th
 only in the trigger: who decides which units are on the recovery path.
 """
 
-import resource
 import shutil
 import signal
 import sys
@@ -17,12 +16,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from gnmr import Controller
+from gnmr import Controller, find_units
 from gnmr._io import write_json, write_text
 from gnmr.errors import RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
@@ -31,15 +31,16 @@ from gnmr.lab.data import Corpus, load_corpus
 from gnmr.lab.environment import environment
 from gnmr.lab.model import make_model
 from gnmr.lab.recipe import Recipe, load_recipe
-from gnmr.lab.stress import schedule, stressed
+from gnmr.lab.stress import schedule
 from gnmr.pytorch.measure import held_for_backward
 from gnmr.trace import read_trace
 from gnmr.triggers import AlwaysTop, Fixed, Random
 
 Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
 
 
-class Interrupted(RunError):
+class InterruptedRunError(RunError):
     """The run was asked to stop, and saved where it was.
 
     Attributes:
@@ -61,6 +62,7 @@ def train_arm(
     overwrite: bool = False,
     again: str = "the same command with --resume",
     say: Say = print,
+    progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Train one arm and return its result.
 
@@ -73,36 +75,32 @@ def train_arm(
         overwrite: begin anew, and drop what is in it.
         again: how to go on, for the message of an interrupted run.
         say: where lines for the user go.
+        progress: hears (steps done, steps in all).
 
     Returns:
         What stands in ``result.json``.
 
     Raises:
         gnmr.RunError: the folder is in use, holds another run, has nothing to go on from, or cannot be written.
-        gnmr.lab.train.Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
+        gnmr.lab.train.InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     transformers_logging.disable_progress_bar()
-    with runs.claimed(folder):
-        checkpoint = _prepare(recipe, folder, resume=resume, overwrite=overwrite)
+    with runs.claimed(folder), runs.kept_on_failure(folder):
+        checkpoint = _prepare(recipe, arm, seed, folder, resume=resume, overwrite=overwrite)
         if (folder / runs.RESULT).exists():
             say(f"{folder} is finished already")
-            return runs.read_json(folder / runs.RESULT)  # type: ignore[no-any-return]
+            return runs.read_json(folder / runs.RESULT)
         torch.set_num_threads(recipe.run.threads)
         corpus = load_corpus(recipe, seed)
         write_json(folder / runs.ENVIRONMENT, {**environment(), "data": corpus.facts, "arm": arm, "seed": seed})
-        trainer = _make_trainer(recipe, arm, seed, folder, corpus, checkpoint, say)
-        try:
-            with _stopping(trainer.recorder):
-                trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        except OSError as error:
-            raise RunError(
-                f"{folder} cannot be written: {error}. The checkpoints before are kept: make room, and go on with "
-                "--resume"
-            ) from error
-        if trainer.recorder.stopped:
-            raise Interrupted(
+        recorder = Recorder(recipe, folder, checkpoint, say, progress)
+        trainer = _make_trainer(recipe, arm, seed, folder, corpus, recorder)
+        with _stopping(recorder):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if recorder.stopped and trainer.state.global_step < recipe.run.steps:
+            raise InterruptedRunError(
                 f"stopped at step {trainer.state.global_step} of {recipe.run.steps}, and saved: go on with {again}",
-                trainer.recorder.stopped,
+                recorder.stopped,
             )
         return _finish(trainer, recipe, arm, seed, folder)
 
@@ -112,16 +110,16 @@ class RunTrainer(Trainer):
 
     recorder: "Recorder"
     guard_callback: GuardCallback
-    held: dict[str, int] | None = None
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Measure what the first forward holds for backward; otherwise the Trainer's own."""
-        if self.held is not None or not model.training:
+        if self.recorder.measured["held"] is not None or not model.training:
             return super().compute_loss(model, *args, **kwargs)
         assert self.guard_callback.guard is not None  # noqa: S101 (attached when training begins)
         with held_for_backward(model, self.guard_callback.guard.units) as held:
             loss = super().compute_loss(model, *args, **kwargs)
-            self.held = {"units": held.projections, "shared": held.shared, "model": held.model}
+            found = {"units": held.projections, "shared": held.shared, "model": held.model}
+        self.recorder.measured["held"] = found
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,15 +130,24 @@ class RunTrainer(Trainer):
 
 
 class Recorder(TrainerCallback):
-    """Writes the metrics, prints a line an evaluation, and stops the run when it is asked to."""
+    """Writes the metrics, prints a line an evaluation, and stops the run when it is asked to.
 
-    def __init__(self, recipe: Recipe, metrics: runs.Metrics, say: Say) -> None:
-        self._recipe, self._metrics, self._say = recipe, metrics, say
+    Attributes:
+        measured: what a checkpoint carries on: ``seconds`` of each step, ``recent`` losses since the last line,
+            ``held`` bytes, ``evaluated`` (step, loss) and ``peak`` memory.
+        losses: of the micro-batches of this step.
+        stopped: the signal that asked for the end, or 0.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, checkpoint: Path | None, say: Say, progress: Progress) -> None:
+        self._recipe, self._say, self._progress = recipe, say, progress
+        self._metrics = runs.Metrics(folder / runs.METRICS, 0 if checkpoint is None else _step_of(checkpoint))
+        self.measured: dict[str, Any] = {"seconds": [], "recent": [], "held": None, "evaluated": None, "peak": 0}
+        if checkpoint is not None:
+            saved = runs.read_json(checkpoint / runs.PROGRESS)
+            self.measured = saved | {"recent": [float(loss) for loss in saved["recent"]]}
         self.losses: list[torch.Tensor] = []
-        self.seconds: list[float] = []
-        self.evaluated: tuple[int, float] | None = None
         self.stopped = 0
-        self._recent: list[float] = []
         self._began = self._start = 0.0
         self._first = 0
 
@@ -154,28 +161,31 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write a line every ``log_every`` steps; the loss is the mean since the last one, NaN included."""
-        self.seconds.append(time.perf_counter() - self._start)
-        self._recent.append(float(torch.stack(self.losses).sum()))
+        seconds, recent = self.measured["seconds"], self.measured["recent"]
+        seconds.append(time.perf_counter() - self._start)
+        recent.append(float(torch.stack(self.losses).sum()))
         self.losses.clear()
         step, run = state.global_step, self._recipe.run
         if step % run.log_every == 0 or step == run.steps:
-            tokens = run.batch_size * run.gradient_accumulation * self._recipe.data.sequence_length
-            rate = kwargs["lr_scheduler"].get_last_lr()[0]
-            self._metrics.add(
-                step=step,
-                loss=float(np.mean(self._recent)),
-                lr=float(rate),
-                tokens=step * tokens,
-                seconds=self.seconds[-1],
-            )
-            self._recent.clear()
+            tokens = step * run.batch_size * run.gradient_accumulation * self._recipe.data.sequence_length
+            rate = float(kwargs["lr_scheduler"].get_last_lr()[0])
+            loss = float(np.mean(recent))
+            self._metrics.add(step=step, loss=loss, lr=rate, tokens=tokens, seconds=seconds[-1])
+            recent.clear()
+        self._progress(step, run.steps)
         if self.stopped:
             control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put what was measured into the checkpoint."""
+        self.measured["peak"] = max(self.measured["peak"], _peak_memory())
+        saved = self.measured | {"recent": [runs.number(loss) for loss in self.measured["recent"]]}
+        write_json(Path(args.output_dir) / f"checkpoint-{state.global_step}" / runs.PROGRESS, saved)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         """Write and print the validation loss."""
         step, loss = state.global_step, float(metrics["eval_loss"])
-        self.evaluated = (step, loss)
+        self.measured["evaluated"] = [step, runs.number(loss)]
         perplexity = _perplexity(loss)
         self._metrics.add(step=step, eval_loss=loss, eval_perplexity=perplexity)
         left = (time.perf_counter() - self._began) / max(1, step - self._first) * (self._recipe.run.steps - step)
@@ -204,52 +214,67 @@ def _stopping(recorder: Recorder) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _prepare(recipe: Recipe, folder: Path, *, resume: bool, overwrite: bool) -> Path | None:
+def _prepare(recipe: Recipe, arm: str, seed: int, folder: Path, *, resume: bool, overwrite: bool) -> Path | None:
     """Check what is in the folder, write the recipe, and return the checkpoint to go on from."""
     saved = folder / runs.RECIPE
     if overwrite:
         for path in folder.iterdir():
-            if path.name != ".lock":
+            if path.name not in (".lock", ".owner", runs.LOG):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     if saved.exists():
-        _check_same(load_recipe(saved), recipe, folder)
+        check_same(recipe, arm, seed, folder)
         if not resume:
             raise RunError(f"{folder} holds this run already: go on with --resume, or begin anew with --overwrite")
-        found = _last_checkpoint(folder)
-        if found is not None or (folder / runs.RESULT).exists():
-            return found
-    elif resume:
+        return _last_checkpoint(folder)
+    if resume:
         raise RunError(f"{folder} holds no run to go on from: leave --resume out")
     write_text(saved, recipe.to_toml())
     return None
 
 
-def _check_same(old: Recipe, new: Recipe, folder: Path) -> None:
-    before, after = (each.model_dump(mode="json", exclude={"arms", "description"}) for each in (old, new))
-    for section, value in after.items():
-        if before[section] == value:
-            continue
-        keys = sorted(set(value) | set(before[section] or {})) if isinstance(value, dict) else []
-        for key in keys:
-            was, now = (before[section] or {}).get(key), value.get(key)
-            if was != now and (section, key) != ("run", "seeds"):
-                raise RunError(
-                    f"{folder} was begun with {section}.{key} = {was!r}, and the recipe says {now!r}: a run goes on "
-                    "as it began; give another folder with --out, or begin anew with --overwrite"
-                )
-        if not keys:
-            raise RunError(f"{folder} was begun with {section} = {before[section]!r}, and the recipe says {value!r}")
+def check_same(recipe: Recipe, arm: str, seed: int, folder: Path) -> None:
+    """Check that the run in a folder is of this recipe, arm and seed.
+
+    Raises:
+        gnmr.RunError: it is not; the message names the first key that differs.
+    """
+    then = "a run goes on as it began; give another folder with --out, or begin anew with --overwrite"
+    facts = folder / runs.ENVIRONMENT
+    if facts.exists():
+        began = runs.read_json(facts)
+        if (began["arm"], began["seed"]) != (arm, seed):
+            raise RunError(f"{folder} holds arm {began['arm']!r} with seed {began['seed']}: {then}")
+    # The other arms and seeds of a comparison are no business of this run.
+    before, after = (
+        _flat(each.model_dump(mode="json", exclude={"arms": True, "description": True, "run": {"seeds"}}))
+        for each in (load_recipe(folder / runs.RECIPE), recipe)
+    )
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            raise RunError(
+                f"{folder} was begun with {key} = {before.get(key)!r}, and the recipe says {after.get(key)!r}: {then}"
+            )
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for section, value in values.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        found.update({f"{section}.{key}": each for key, each in inner} if inner else {section: value})
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _last_checkpoint(folder: Path) -> Path | None:
     """Return the newest whole checkpoint: gnmr's state is the last file to be written into it."""
     whole = [path.parent for path in folder.glob(f"checkpoint-*/{STATE_FILE}")]
-    return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    return max(whole, key=_step_of, default=None)
 
 
-def _make_trainer(
-    recipe: Recipe, arm: str, seed: int, folder: Path, corpus: Corpus, checkpoint: Path | None, say: Say
-) -> RunTrainer:
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2])
+
+
+def _make_trainer(recipe: Recipe, arm: str, seed: int, folder: Path, corpus: Corpus, recorder: Recorder) -> RunTrainer:
     model = make_model(recipe.model, corpus.vocab_size, recipe.data.sequence_length, seed)
     trainer = RunTrainer(
         model=model,
@@ -260,8 +285,7 @@ def _make_trainer(
     )
     for chatty in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(chatty)
-    done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
-    trainer.recorder = Recorder(recipe, runs.Metrics(folder / runs.METRICS, done), say)
+    trainer.recorder = recorder
     trainer.guard_callback = GuardCallback(
         trainer,
         _paths(recipe, seed, folder, model),
@@ -271,8 +295,9 @@ def _make_trainer(
         header={"arm": arm, "seed": seed, "recipe": recipe.name},
         **_units(recipe),
     )
+    # The guard's comes last: once its file is in a checkpoint, the checkpoint is whole.
+    trainer.add_callback(recorder)
     trainer.add_callback(trainer.guard_callback)
-    trainer.add_callback(trainer.recorder)
     return trainer
 
 
@@ -316,15 +341,11 @@ def _units(recipe: Recipe) -> dict[str, Any]:
 
 
 def _paths(recipe: Recipe, seed: int, folder: Path, model: Any) -> Any:
-    stress = recipe.stress
+    paths, stress = recipe.make_paths(seed), recipe.stress
     if stress is None:
-        return recipe.make_paths(seed)
-    from gnmr import find_units
-
-    n_units = len(find_units(model, **_units(recipe)))
-    paths = recipe.make_paths(seed, wrap=partial(stressed, fault=stress.kind, factor=stress.factor))
+        return paths
     paths.faults = schedule(
-        n_units=n_units,
+        n_units=len(find_units(model, **_units(recipe))),
         steps=recipe.run.steps,
         first_step=stress.first_step,
         every=stress.every,
@@ -358,14 +379,12 @@ def _trigger(recipe: Recipe, arm: str, seed: int, folder: Path) -> Callable[...,
 
 
 def _finish(trainer: RunTrainer, recipe: Recipe, arm: str, seed: int, folder: Path) -> dict[str, Any]:
-    recorder = trainer.recorder
-    if recorder.evaluated is None or recorder.evaluated[0] != recipe.run.steps:
+    measured, run = trainer.recorder.measured, recipe.run
+    if measured["evaluated"] is None or measured["evaluated"][0] != run.steps:
         trainer.evaluate()
-    assert recorder.evaluated is not None and trainer.held is not None  # noqa: S101, PT018 (both just happened)
-    loss = recorder.evaluated[1]
-    run = recipe.run
+    loss = float(measured["evaluated"][1])
     tokens = run.batch_size * run.gradient_accumulation * recipe.data.sequence_length
-    step_seconds = median(recorder.seconds)
+    step_seconds = median(measured["seconds"])
     trainer.save_model(str(folder / runs.MODEL))
     result = {
         "arm": arm,
@@ -375,10 +394,10 @@ def _finish(trainer: RunTrainer, recipe: Recipe, arm: str, seed: int, folder: Pa
         "perplexity": runs.number(_perplexity(loss)),
         "step_seconds": step_seconds,
         "tokens_per_second": tokens / step_seconds,
-        "held_bytes_units": trainer.held["units"],
-        "held_bytes_shared": trainer.held["shared"],
-        "held_bytes_model": trainer.held["model"],
-        "peak_memory": _peak_memory(),
+        "held_bytes_units": measured["held"]["units"],
+        "held_bytes_shared": measured["held"]["shared"],
+        "held_bytes_model": measured["held"]["model"],
+        "peak_memory": max(measured["peak"], _peak_memory()),
     }
     write_json(folder / runs.RESULT, result)
     for checkpoint in folder.glob("checkpoint-*"):
@@ -393,5 +412,9 @@ def _perplexity(loss: float) -> float:
 def _peak_memory() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -9,13 +9,13 @@ def main() -> int:
     from gnmr.errors import GnmrError
     from gnmr.lab.recipe import load_recipe
     from gnmr.lab.runs import RECIPE
-    from gnmr.lab.train import Interrupted, train_arm
+    from gnmr.lab.train import InterruptedRunError, train_arm
 
     recipe, arm, seed, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     begun = (folder / RECIPE).exists()
     try:
         train_arm(load_recipe(recipe), arm, seed, folder, resume=begun, again="the same gnmr compare")
-    except Interrupted as stop:
+    except InterruptedRunError as stop:
         print(stop)  # noqa: T201 (the run's log)
         return 128 + stop.signal
     except GnmrError as error:

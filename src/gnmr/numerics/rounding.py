@@ -167,8 +167,8 @@ def check_scaling(scaling: str, group_size: int = 128) -> None:
     """Raise ValueError for a scaling that does not exist or a group size below 1."""
     if scaling not in get_args(ScalingName):
         raise ValueError(f"unknown scaling {scaling!r}: it must be one of {', '.join(get_args(ScalingName))}")
-    if group_size < 1:
-        raise ValueError(f"group_size must be >= 1, got {group_size!r}")
+    if not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"group_size must be an int >= 1, got {group_size!r}")
 
 
 def _round(x: Tensor, fmt: Format, generator: torch.Generator | None) -> Tensor:

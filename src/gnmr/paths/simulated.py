@@ -105,8 +105,8 @@ class Simulated(OperatorPaths):
             raise ValueError(f"{error} (or 'delayed')" if "scaling" in str(error) else error) from None
         self.group_size = group_size
         self.tensors = _roles(tensors)
-        if amax_history < 1:
-            raise ValueError(f"amax_history must be >= 1, got {amax_history!r}")
+        if not isinstance(amax_history, int) or amax_history < 1:
+            raise ValueError(f"amax_history must be an int >= 1, got {amax_history!r}")
         self.amax_history = amax_history
         if rounding not in {"nearest", "stochastic"}:
             raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
@@ -311,8 +311,8 @@ def _formats(name: str) -> tuple[Format, Format] | None:
 
 
 def _roles(tensors: Sequence[Role]) -> tuple[Role, ...]:
-    unknown = [role for role in tensors if role not in ROLES]
-    if unknown or isinstance(tensors, str):
+    listed = isinstance(tensors, Sequence) and not isinstance(tensors, str)
+    if not listed or any(role not in ROLES for role in tensors):
         raise ValueError(f"tensors must be a list of roles among {', '.join(ROLES)}, got {tensors!r}")
     if not tensors:
         raise ValueError("tensors is empty, so nothing would be cast: use low='exact' for that")
