@@ -14,7 +14,6 @@ from gnmr.errors import RecipeError
 from gnmr.lab.embedded import HELD_OUT, embedded_text
 from gnmr.lab.recipe import Recipe
 from gnmr.lab.sections import Data
-from gnmr.lab.texts import texts_of
 from gnmr.lab.tokens import Tokenizer, encoded, make_tokenizer
 
 STREAMED_HELD_OUT = 1000
@@ -146,6 +145,8 @@ def _sample(tokens: NDArray[np.int32]) -> Sample:
 
 def _split(data: Data) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     """Hold out what is named, or one document of twenty, or the end of a single one."""
+    from gnmr.lab.texts import texts_of  # and `datasets`, which the embedded text does without
+
     documents = tuple(texts_of(data, data.name, data.split))
     if not documents:
         raise RecipeError(f"data.name = {data.name!r} holds no text")
@@ -164,6 +165,8 @@ def _split(data: Data) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
 
 def _streamed(data: Data, seed: int) -> Corpus:
     """Hold out what is named, or the first documents; stream the rest, shuffled in a buffer."""
+    from gnmr.lab.texts import texts_of
+
     length = data.sequence_length
     if data.tokenizer == "bpe":
         raise RecipeError(

@@ -32,6 +32,11 @@ class RunData:
     trace: Trace | None
     faulty: NDArray[np.bool_] | None
 
+    @property
+    def static(self) -> bool:
+        """Whether every unit is on one path for the whole run."""
+        return self.trace is not None and self.trace.header.get("trigger") == "fixed"
+
 
 def read_comparison(folder: Path) -> tuple[dict[str, Any], list[RunData]]:
     """Read ``comparison.json`` and the runs that it names.
@@ -40,15 +45,19 @@ def read_comparison(folder: Path) -> tuple[dict[str, Any], list[RunData]]:
         gnmr.RunError: a file is missing or damaged; with its path.
         gnmr.TraceError: likewise, for a trace.
     """
-    comparison = _json(folder / "comparison.json")
+    path = folder / "comparison.json"
+    comparison = _json(path)
     if not isinstance(comparison, dict) or comparison.get("schema") != 1:
-        raise RunError(f"{folder / 'comparison.json'} is no comparison of schema 1")
-    found = [
-        _read_run(folder / name, row["arm"], seed)
-        for row in comparison["rows"]
-        for name, seed in zip(row["runs"], comparison["seeds"], strict=True)
-    ]
-    return comparison, found
+        raise RunError(f"{path} is no comparison of schema 1")
+    try:
+        named = [
+            (folder / name, row["arm"], seed)
+            for row in comparison["rows"]
+            for name, seed in zip(row["runs"], comparison["seeds"], strict=True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is damaged: {error!r}; gnmr compare writes it again") from error
+    return comparison, [_read_run(*each) for each in named]
 
 
 def _read_run(folder: Path, arm: str, seed: int) -> RunData:
@@ -59,8 +68,11 @@ def _read_run(folder: Path, arm: str, seed: int) -> RunData:
     faulty = None
     if trace is not None and faults_file.exists():
         faulty = np.zeros((len(trace.steps), len(trace.units)), dtype=np.bool_)
-        for fault in _json(faults_file):
-            faulty[fault["first"] - 1 : fault["last"], fault["unit"]] = True
+        try:
+            for fault in _json(faults_file):
+                faulty[fault["first"] - 1 : fault["last"], fault["unit"]] = True
+        except (KeyError, TypeError, IndexError) as error:
+            raise RunError(f"{faults_file} is damaged: {error!r}") from error
     return RunData(arm, seed, _curve(rows, "loss"), _curve(rows, "eval_loss"), trace, faulty)
 
 

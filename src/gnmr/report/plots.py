@@ -10,10 +10,12 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from gnmr.report.data import RunData
-from gnmr.trace import Trace
 
 MOST_COLUMNS = 600
-"""A heat map has at most so many columns: longer runs show the largest GNMR of each bin of steps."""
+"""A heat map has at most so many columns."""
+
+MOST_POINTS = 1000
+"""A curve has at most so many points."""
 
 CLIP = 3.0
 """The heat map's colours end at 2 to this power, and to its negative."""
@@ -27,6 +29,7 @@ COLOURS = {
     "always": "#CC79A7",
     "norm": "#009E73",
 }
+_OTHER, _FAULT, _MARK, _BAD = "#56B4E9", "#E69F00", "#111111", "#7B1FA2"
 _LAYOUT = {
     "template": "plotly_white",
     "margin": {"l": 60, "r": 20, "t": 30, "b": 45},
@@ -39,98 +42,107 @@ _LAYOUT = {
 def curves(runs: Sequence[RunData], which: str, label: str) -> go.Figure:
     """Draw a loss over the steps: a thin line a seed, a thick one for an arm's mean."""
     figure = go.Figure()
-    by_arm: dict[str, list[RunData]] = defaultdict(list)
+    by_arm: dict[str, list[dict[int, float]]] = defaultdict(list)
     for run in runs:
-        by_arm[run.arm].append(run)
-    for arm, members in by_arm.items():
-        colour = COLOURS.get(arm, "#56B4E9")
-        lines = [getattr(run, which) for run in members]
-        for steps, values in lines if len(lines) > 1 else []:
-            figure.add_scatter(
-                x=steps, y=_finite(values), mode="lines", line={"color": colour, "width": 0.7}, opacity=0.35,
-                legendgroup=arm, showlegend=False, hoverinfo="skip",
-            )  # fmt: skip
-        common = [steps for steps, _ in lines if steps == lines[0][0]]
-        if len(common) == len(lines) and common[0]:
-            mean = np.mean([values for _, values in lines], axis=0)
-            mode = "lines+markers" if len(common[0]) < 30 else "lines"
-            figure.add_scatter(
-                x=common[0], y=_finite(mean), mode=mode, name=escape(arm), legendgroup=arm,
-                line={"color": colour, "width": 2.2},
-            )  # fmt: skip
+        by_arm[run.arm].append(dict(zip(*getattr(run, which), strict=True)))
+    for arm, seeds in by_arm.items():
+        colour = COLOURS.get(arm, _OTHER)
+        group = {"legendgroup": arm, "mode": "lines"}
+        for values in seeds if len(seeds) > 1 else []:
+            x = _thinned(sorted(values))
+            style = {"line": {"color": colour, "width": 0.7}, "opacity": 0.35, "hoverinfo": "skip"}
+            figure.add_scatter(x=x, y=_finite(values[step] for step in x), showlegend=False, **group, **style)
+        common = _thinned(sorted(set.intersection(*map(set, seeds))))
+        means = _finite(np.mean([values[step] for values in seeds]) for step in common)
+        figure.add_scatter(x=common, y=means, name=escape(arm), line={"color": colour, "width": 2.2}, **group)
+        if len(common) < 30:
+            figure.data[-1].mode = "lines+markers"
     figure.update_layout(**_LAYOUT, xaxis_title="step", yaxis_title=label)
     return figure
 
 
-def heat_map(run: RunData, trace: Trace) -> go.Figure:
-    """Draw GNMR over units and steps, with what was on the recovery path and what was faulty."""
-    steps, gnmr, active, faulty = _binned(run, trace)
+def heat_map(run: RunData) -> go.Figure:
+    """Draw GNMR over units and steps, with what was on the recovery path, what was faulty and what was not finite."""
+    trace = run.trace
+    assert trace is not None  # noqa: S101 (the caller looked)
+    bins = _slices(len(trace.steps))
+    steps = trace.steps[[bin_.start for bin_ in bins]]
+    gnmr = np.array([trace.gnmr[bin_].max(axis=0) for bin_ in bins])
+    bad = ~np.isfinite(gnmr)
     names = [escape(name) for name in trace.units]
-    shown = np.clip(np.log2(np.maximum(gnmr, 2.0**-CLIP)), -CLIP, CLIP)
+    shown = np.where(bad, np.nan, np.clip(np.log2(np.maximum(gnmr, 2.0**-CLIP)), -CLIP, CLIP))
+    ticks = np.arange(-CLIP, CLIP + 1)
     figure = go.Figure()
     figure.add_heatmap(
-        z=np.where(np.isfinite(gnmr), shown, CLIP).T, x=steps, y=names, zmid=0, zmin=-CLIP, zmax=CLIP,
-        colorscale="RdBu_r", customdata=np.where(np.isfinite(gnmr), gnmr, -1).T,
-        hovertemplate="step %{x}<br>%{y}<br>GNMR %{customdata:.3g}<extra></extra>",
-        colorbar={"title": "GNMR", "tickvals": [-3, -2, -1, 0, 1, 2, 3],
-                  "ticktext": ["⅛", "¼", "½", "1", "2", "4", "8"], "thickness": 14},
-    )  # fmt: skip
-    marks = [
-        (active, "on recovery", "#111111", "square-open"),
-        (faulty, "fault injected", "#E69F00", "line-ew-open"),
-        (~np.isfinite(gnmr), "NaN or Inf", "#7B1FA2", "x-thin-open"),
+        z=np.round(shown, 3).T,
+        x=steps,
+        y=names,
+        zmid=0,
+        zmin=-CLIP,
+        zmax=CLIP,
+        colorscale="RdBu_r",
+        hovertemplate="step %{x}<br>%{y}<br>log2 GNMR %{z:.2f}<extra></extra>",
+        colorbar={"title": "GNMR", "tickvals": ticks, "ticktext": [f"{2**tick:g}" for tick in ticks], "thickness": 14},
+    )
+    width = float(steps[1] - steps[0]) if len(steps) > 1 else 1.0
+    marks: list[tuple[Any, str, str, float, float]] = [
+        (_any(run.faulty, bins), "fault injected", _FAULT, 9, 0.7),
+        (bad, "NaN or Inf", _BAD, 9, 1.0),
     ]
-    for where, label, colour, symbol in marks:
-        if where is None or not where.any():
-            continue
-        t, unit = np.nonzero(where)
-        figure.add_scatter(
-            x=steps[t], y=[names[i] for i in unit], mode="markers", name=label, hoverinfo="skip",
-            marker={"color": colour, "symbol": symbol, "size": 6, "line": {"width": 1.4}},
-        )  # fmt: skip
+    if not run.static:
+        marks.append((_any(trace.planned, bins), "on recovery", _MARK, 2.5, 1.0))
+    for where, label, colour, thickness, opacity in marks:
+        if where is not None and where.any():
+            x, y = _segments(where, steps, names, width)
+            line = {"color": colour, "width": thickness}
+            figure.add_scatter(x=x, y=y, mode="lines", name=label, line=line, opacity=opacity, hoverinfo="skip")
     figure.update_layout(**_LAYOUT | {"height": max(360, 130 + 17 * min(len(names), 80))})
-    figure.update_xaxes(title="step", range=[steps[0] - 0.5, steps[-1] + 0.5])
-    figure.update_yaxes(autorange="reversed", tickfont={"size": 10}, automargin=True)
+    figure.update_xaxes(title="step", range=[steps[0] - width / 2, steps[-1] + width / 2])
+    figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 10}, automargin=True)
     return figure
 
 
 def budget(runs: Sequence[RunData]) -> go.Figure:
-    """Draw how many units each run of an arm had on the recovery path, the first seed's runs, against maxO."""
+    """Draw how many units each run had on the recovery path, against maxO; the runs have traces."""
     figure = go.Figure()
-    for run in runs:
-        if run.trace is None:
-            continue
-        planned = run.trace.planned.sum(axis=1)
-        keep = _bins(len(planned))
+    traces = [run.trace for run in runs if run.trace is not None]
+    policy = traces[0].policy
+    for run, trace in zip(runs, traces, strict=True):
+        planned = trace.planned.sum(axis=1)
+        bins = _slices(len(planned))
+        used = planned[trace.steps > policy.warmup_steps].mean() / max(1, policy.max_active)
         figure.add_scatter(
-            x=run.trace.steps[keep], y=[int(planned[bin_].max()) for bin_ in _slices(len(planned))], mode="lines",
-            name=escape(run.arm), line={"color": COLOURS.get(run.arm, "#56B4E9"), "width": 1.4, "shape": "hv"},
-        )  # fmt: skip
-    trace = next(run.trace for run in runs if run.trace is not None)
-    policy = trace.policy
-    figure.add_hline(
-        y=policy.max_active, line_dash="dash", line_color="#555", annotation_text=f"maxO {policy.max_active}"
-    )
+            x=trace.steps[[bin_.start for bin_ in bins]],
+            y=[int(planned[bin_].max()) for bin_ in bins],
+            mode="lines",
+            name=f"{escape(run.arm)} ({used:.0%})",
+            line={"color": COLOURS.get(run.arm, _OTHER), "width": 1.4, "shape": "hv"},
+        )
+    figure.add_hline(y=policy.max_active, line_dash="dash", line_color="#555", annotation_text="maxO")
     if policy.warmup_steps:
         figure.add_vrect(x0=1, x1=policy.warmup_steps, fillcolor="#ddd", opacity=0.5, annotation_text="warm-up")
     figure.update_layout(**_LAYOUT, xaxis_title="step", yaxis_title="units on the recovery path")
     return figure
 
 
-def most_promoted(trace: Trace, faulty: NDArray[np.bool_] | None, most: int = 15) -> go.Figure:
-    """Draw the units that were longest on the recovery path, what was faulty apart."""
+def most_promoted(run: RunData, most: int = 15) -> go.Figure:
+    """Draw the units that were longest on the recovery path, the steps with a fault apart."""
+    trace = run.trace
+    assert trace is not None  # noqa: S101 (the caller looked)
     planned = trace.planned
-    order = np.argsort(-planned.sum(axis=0), kind="stable")[:most][::-1]
+    steps = planned.sum(axis=0)
+    order = np.argsort(-steps, kind="stable")[: min(most, np.count_nonzero(steps))][::-1]
     names = [escape(trace.units[i]) for i in order]
-    hit = np.zeros(len(order)) if faulty is None else (planned & faulty)[:, order].sum(axis=0)
-    rest = planned[:, order].sum(axis=0) - hit
     figure = go.Figure()
-    if faulty is not None:
-        figure.add_bar(y=names, x=hit, orientation="h", name="while it was faulty", marker_color="#E69F00")
-    label = "steps on the recovery path" if faulty is None else "while it was not"
-    figure.add_bar(y=names, x=rest, orientation="h", name=label, marker_color="#0072B2")
-    figure.update_layout(**_LAYOUT, barmode="stack", xaxis_title="steps on the recovery path")
-    figure.update_yaxes(tickfont={"size": 11}, automargin=True)
+    rest, label = planned, "steps on the recovery path"
+    if run.faulty is not None:
+        rest, label = planned & ~run.faulty, "false alarms"
+        hits = (planned & run.faulty)[:, order].sum(axis=0)
+        figure.add_bar(y=names, x=hits, orientation="h", name="while it was faulty", marker_color=_FAULT)
+    figure.add_bar(y=names, x=rest[:, order].sum(axis=0), orientation="h", name=label, marker_color="#0072B2")
+    height = 130 + 22 * len(names)
+    figure.update_layout(**_LAYOUT | {"height": height}, barmode="stack", xaxis_title="steps on the recovery path")
+    figure.update_yaxes(type="category", tickfont={"size": 11}, automargin=True)
     return figure
 
 
@@ -138,20 +150,29 @@ def _finite(values: Any) -> list[float | None]:
     return [float(value) if np.isfinite(value) else None for value in values]
 
 
+def _thinned(steps: list[int]) -> list[int]:
+    return steps[:: -(-len(steps) // MOST_POINTS) or 1]
+
+
 def _slices(count: int) -> list[slice]:
-    width = -(-count // MOST_COLUMNS)
-    return [slice(first, first + width) for first in range(0, count, max(1, width))]
+    width = max(1, -(-count // MOST_COLUMNS))
+    return [slice(first, first + width) for first in range(0, count, width)]
 
 
-def _bins(count: int) -> list[int]:
-    return [bin_.start for bin_ in _slices(count)]
+def _any(where: NDArray[np.bool_] | None, bins: list[slice]) -> NDArray[np.bool_] | None:
+    return None if where is None else np.array([where[bin_].any(axis=0) for bin_ in bins])
 
 
-def _binned(run: RunData, trace: Trace) -> tuple[Any, Any, Any, Any]:
-    """Return (bins,) steps and (bins, N) largest GNMR, any on recovery, any faulty."""
-    bins = _slices(len(trace.steps))
-    steps = trace.steps[[bin_.start for bin_ in bins]]
-    gnmr = np.array([trace.gnmr[bin_].max(axis=0) for bin_ in bins])
-    active = np.array([trace.planned[bin_].any(axis=0) for bin_ in bins])
-    faulty = None if run.faulty is None else np.array([run.faulty[bin_].any(axis=0) for bin_ in bins])
-    return steps, gnmr, active, faulty
+def _segments(
+    where: NDArray[np.bool_], steps: NDArray[Any], names: list[str], width: float
+) -> tuple[list[float | None], list[str | None]]:
+    """Return one broken line along the stretches of each unit: one path, however many cells."""
+    x: list[float | None] = []
+    y: list[str | None] = []
+    padded = np.pad(where, ((1, 1), (0, 0))).astype(np.int8)
+    for unit, name in enumerate(names):
+        edges = np.diff(padded[:, unit])
+        for first, end in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+            x += [float(steps[first]) - width / 2, float(steps[end - 1]) + width / 2, None]
+            y += [name, name, None]
+    return x, y
