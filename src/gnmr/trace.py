@@ -140,6 +140,7 @@ class TraceWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] | None = self.path.open("wb")
             self._stream = pa.ipc.new_stream(self._file, self._schema)
+            self._stream.write_table(self._schema.empty_table())  # so that the header is on the disk at once
             self._sync()
 
     @classmethod

@@ -251,6 +251,7 @@ def test_a_nan_is_written_down(recipe, tmp_path):
     result = run(recipe(stress, "run.steps=4", "run.eval_every=4"), folder, arm="low")
     rows = runs.read_metrics(folder / "metrics.jsonl")
 
+    # The gradient of step 2 is NaN, so the loss of step 3 is; with it the forward of every unit.
     assert [row["loss"] == "nan" for row in rows if "loss" in row] == [False, False, True, True]
     assert result["perplexity"] == "nan"
     assert not np.isfinite(read_trace(folder / "trace.parquet").norm[1:]).all()

@@ -103,7 +103,7 @@ def test_strides_do_not_matter():
 def test_errors_name_the_value():
     with pytest.raises(ValueError, match="'tensor' cannot be packed"):
         pack(torch.ones(2), "e2m1", "tensor")
-    with pytest.raises(ValueError, match="group_size must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="group_size must be an int >= 1, got 0"):
         pack(torch.ones(2), "e2m1", "group", 0)
     with pytest.raises(ValueError, match="did you mean 'e2m1'"):
         pack(torch.ones(2), "E2M1")

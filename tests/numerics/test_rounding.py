@@ -231,7 +231,7 @@ def test_nothing_saturates_under_its_own_scale():
     ("arguments", "message"),
     [
         ({"scaling": "row"}, "unknown scaling 'row': it must be one of token, group, tensor"),
-        ({"scaling": "group", "group_size": 0}, "group_size must be >= 1, got 0"),
+        ({"scaling": "group", "group_size": 0}, "group_size must be an int >= 1, got 0"),
     ],
 )
 def test_bad_settings(arguments, message):

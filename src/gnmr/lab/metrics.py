@@ -125,8 +125,9 @@ def aggregate(per_seed: Sequence[float | None]) -> dict[str, Any]:
     values = [value for value in per_seed if value is not None]
     if not values:
         return {"mean": None, "se": None, "per_seed": list(per_seed)}
-    mean = float(np.mean(values))
-    se = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+    with np.errstate(invalid="ignore"):  # a diverged run makes both NaN or Inf, and so they are shown
+        mean = float(np.mean(values))
+        se = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
     return {
         "mean": runs.number(mean),
         "se": None if se is None else runs.number(se),

@@ -15,6 +15,7 @@ and one on the scales of delayed scaling, for every tensor that the path casts:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor
 from gnmr import Paths, Simulated
 from gnmr.errors import RecipeError
 from gnmr.paths.base import LOW, OperatorPaths
-from gnmr.pytorch.units import Operator, Unit
+from gnmr.pytorch.units import Operator
 
 KINDS = ("gradient_scale", "stale_scale", "saturation", "nan")
 
@@ -128,15 +129,16 @@ class _StressedCasts(_Stressed):
 class _StressedOutputs(_Stressed):
     """Faults of the gradient that reaches a unit's output, for any other path class."""
 
-    def attach(self, units: Sequence[Unit]) -> None:
-        super().attach(units)  # type: ignore[misc]
-        self._unit_of = {operator.fqn: unit.index for unit in units for operator in unit.operators}
+    def forward_of(self, operator: Operator, route: Any) -> "partial[Tensor]":
+        inner = super().forward_of(operator, route)  # type: ignore[misc]
+        return partial(_forward, self, operator, route, inner)
 
-    def low(self, operator: Operator, x: Tensor) -> Tensor:
-        y: Tensor = super().low(operator, x)  # type: ignore[misc]
-        if not self.is_faulty(self._unit_of[operator.fqn]):
-            return y
-        return _Harm.apply(y, self.fault, self.factor)  # type: ignore[no-untyped-call]
+
+def _forward(paths: _Stressed, operator: Operator, route: Any, inner: "partial[Tensor]", x: Tensor) -> Tensor:
+    y = inner(x)
+    if route.recover or not operator.module.training or not paths.is_faulty(route.unit):
+        return y
+    return _Harm.apply(y, paths.fault, paths.factor)  # type: ignore[no-untyped-call]
 
 
 def harm(dy: Tensor, fault: str, factor: float) -> Tensor:

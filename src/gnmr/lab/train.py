@@ -406,7 +406,7 @@ def _finish(trainer: RunTrainer, recipe: Recipe, arm: str, seed: int, folder: Pa
 
 
 def _perplexity(loss: float) -> float:
-    return float(np.exp(np.float64(loss))) if loss < 700 else float("inf")
+    return float("inf") if loss >= 700 else float(np.exp(loss))
 
 
 def _peak_memory() -> int:

@@ -242,7 +242,12 @@ class Guard:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides and was recorded, as JSON-able values."""
+        """Return everything that decides and was recorded, as JSON-able values.
+
+        The trace is flushed first: a run that goes on from this state finds every step before it there.
+        """
+        if self._writer is not None:
+            self._writer.flush()
         return {
             "schema": SCHEMA,
             "kind": "gnmr.Guard",
