@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import gnmr.trace
 from gnmr import Controller, Policy, TraceError
-from gnmr.memory import extra_bytes, loose_bound_bytes, worst_case_bytes
 from gnmr.replay import compare, replay, summary
 from gnmr.trace import TraceWriter, read_trace
 
@@ -225,17 +224,3 @@ def test_summary_counts_by_hand(tmp_path):
     assert done.exceeds_delta is None
     assert done.nonfinite.tolist() == [0, 1]
     assert done.global_faults == 0
-
-
-def test_memory_model_by_hand():
-    active, sizes = [True, False, True], [100, 1000, 300]
-
-    assert extra_bytes(active, sizes, low_bits=4, high_bits=8) == 200
-    assert worst_case_bytes(2, sizes, low_bits=4, high_bits=8) == 650
-    assert loose_bound_bytes(2, sizes, low_bits=4, high_bits=8) == 1000
-    with pytest.raises(ValueError, match="0 < low <= high"):
-        extra_bytes(active, sizes, low_bits=8, high_bits=4)
-    with pytest.raises(ValueError, match="one shape"):
-        extra_bytes([True], sizes, low_bits=4, high_bits=8)
-    with pytest.raises(ValueError, match="must be >= 0"):
-        worst_case_bytes(1, [-1], low_bits=4, high_bits=8)

@@ -73,6 +73,15 @@ class Paths(ABC):
         For the shapes last seen; zeros before the first forward.
         """
 
+    def extra_bytes(self, active: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return (N,): what an active set holds for backward beyond none, charged to its units.
+
+        Args:
+            active: (N,) bool.
+        """
+        held = self.held_bytes()
+        return np.where(active, held[HIGH] - held[LOW], 0)
+
     def end_step(self, step: int) -> None:
         """Hear that the gradients of ``step`` are complete and the next plan is set."""
 

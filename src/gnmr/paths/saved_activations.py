@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gnmr.errors import PathError, StateError, UnitError
+from gnmr.memory import Activation
 from gnmr.numerics.formats import get_format
 from gnmr.numerics.packing import Packed, PackScaling, pack, packed_bytes, unpack
 from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route
@@ -50,7 +51,8 @@ class SavedActivations(OperatorPaths):
 
     How shared inputs are counted: :meth:`held_bytes` charges an activation that several operators read to the unit
     that reads it first, and the others nothing. Units that share an input and run on different paths hold both
-    formats, so promoting one of them alone costs more than the difference that this table shows.
+    formats, so promoting one of them alone costs more than the difference that this table shows:
+    :meth:`extra_bytes` has the cost of a plan.
 
     Args:
         low: format of the low-cost path: a name of :data:`gnmr.numerics.formats.FORMATS`.
@@ -166,10 +168,45 @@ class SavedActivations(OperatorPaths):
             rows, width, itemsize, shared = (int(value) for value in slot.seen[2:])
             if not shared:
                 for path, fmt in enumerate(self.formats):
-                    held[path, slot.route.unit] += packed_bytes(
-                        (rows, width), itemsize, fmt, self.scaling, self.group_size
-                    )
+                    held[path, slot.route.unit] += self._packed_bytes(rows, width, itemsize, fmt)
         return held
+
+    def activations(self) -> list[Activation]:
+        """Return what is stored, by whom it is read and how large it is, for the shapes last seen.
+
+        The input of :mod:`gnmr.memory`.
+        """
+        return [
+            Activation(tuple(dict.fromkeys(slot.route.unit for slot in slots)), rows * width, scale_bytes)
+            for slots, rows, width, _, scale_bytes in self._stored()
+        ]
+
+    def extra_bytes(self, active: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return (N,): what an active set holds beyond none.
+
+        A second copy of an input, for its readers on the other path, is charged to the first active one.
+        """
+        extra = np.zeros(len(self.units), dtype=np.int64)
+        for slots, rows, width, itemsize, _ in self._stored():
+            on_recovery = [slot.route.unit for slot in slots if active[slot.route.unit]]
+            if on_recovery:
+                low, high = (self._packed_bytes(rows, width, itemsize, fmt) for fmt in self.formats)
+                extra[on_recovery[0]] += high - (low if len(on_recovery) == len(slots) else 0)
+        return extra
+
+    def _stored(self) -> "list[tuple[list[_Slot], int, int, int, int]]":
+        """Return each stored input: its readers, rows, width, bytes of an element, and bytes of its scales."""
+        found: dict[str, tuple[list[_Slot], int, int, int, int]] = {}
+        for slot in self._slots:
+            rows, width, itemsize, shared = (int(value) for value in slot.seen[2:])
+            name = slot.share.name if shared or slot.share.name not in found else slot.operator.fqn
+            high = self.formats[HIGH]
+            scales = self._packed_bytes(rows, width, itemsize, high) - self._packed_bytes(rows, width, 0, high)
+            found.setdefault(name, ([], rows, width, itemsize, scales))[0].append(slot)
+        return list(found.values())
+
+    def _packed_bytes(self, rows: int, width: int, itemsize: int, fmt: str) -> int:
+        return packed_bytes((rows, width), itemsize, fmt, self.scaling, self.group_size)
 
     def end_step(self, step: int) -> None:
         """Take the noise of the next step."""

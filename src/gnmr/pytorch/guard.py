@@ -411,8 +411,7 @@ class Guard:
             return
         extra = np.zeros(len(self.units), dtype=np.int64)
         if self.paths is not None and decision.active.any():
-            held = self.paths.held_bytes()
-            extra = held[HIGH] - held[LOW]
+            extra = self.paths.extra_bytes(decision.active)
         self.ledger.add(int(decision.step), decision.active, extra)
 
 
