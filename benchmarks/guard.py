@@ -8,22 +8,15 @@ wall time of an idle core. The table goes into benchmarks/README.md, between the
 """
 
 import argparse
-import os
 import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gnmr
+from common import machine, run, timed, write
 
-README = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- guard.py begins -->", "<!-- guard.py ends -->"
-# glibc gives large blocks back to the system and asks for them again: page faults would be half of the noise.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 MAX_NORM = 1e-3  # always clips: the more expensive case
 
 
@@ -58,12 +51,6 @@ def alternate(sides: list[Callable[[int], float]], repeats: int) -> list[list[fl
             if repeat >= 0:
                 times[side].append(seconds)
     return times
-
-
-def timed(work: Callable[[], object]) -> float:
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
 
 
 def clipping(repeats: int) -> list[list[float]]:
@@ -123,24 +110,6 @@ def row(name: str, times: list[list[float]], limit: float | None) -> str:
     )
 
 
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'unknown CPU'}, {os.cpu_count()} cores, one used; torch {torch.__version__}"
-
-
-def write(section: str) -> None:
-    """Replace this benchmark's part of the README, or add it."""
-    text = README.read_text() if README.exists() else "# Benchmarks\n"
-    block = f"{BEGIN}\n{section}\n{END}"
-    if BEGIN in text:
-        head, rest = text.split(BEGIN)
-        text = head + block + rest.split(END)[1]
-    else:
-        text = f"{text.rstrip()}\n\n{block}\n"
-    README.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=41, help="pairs of clips")
@@ -166,7 +135,7 @@ def main() -> None:
             "## The guard's cost (`guard.py`)",
             "",
             "60M LLaMA (hidden 512, intermediate 1376, 8 heads, 8 layers, vocabulary 32000), float32.",
-            f"Machine: {machine()}.",
+            f"Machine: {machine()}; torch {torch.__version__}.",
             "",
             "Median CPU time in ms, both sides in turn in one process; the ratio must stay below its limit.",
             "",
@@ -180,11 +149,8 @@ def main() -> None:
         ]
     )
     print(section)
-    write(section)
+    write("guard.py", section)
 
 
 if __name__ == "__main__":
-    if KEEP_MEMORY.items() <= os.environ.items():
-        main()
-    else:
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_MEMORY)  # noqa: S606
+    run(main)

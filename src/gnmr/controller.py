@@ -129,9 +129,13 @@ def update(policy: Policy, state: State, norms: Array, observed: Array | None = 
     exceeds = risk > 1
     locked = state.lock > 0
     active = _top(xp, risk, exceeds | locked, policy.max_active)
-    nothing = xp.zeros_like(state.lock[:1])
-    lock = xp.where(active & locked & ~exceeds, state.lock - 1, nothing)
-    lock = xp.where(active & exceeds, nothing + policy.lock_steps, lock)
+    # T_lock where the risk exceeds 1, else max(lock - 1, 0): as a sum of products, which is quicker than where()
+    lock = xp.astype(active & exceeds, state.lock.dtype)
+    lock *= policy.lock_steps
+    kept = xp.astype(active & locked & ~exceeds, state.lock.dtype)
+    lock -= kept
+    kept *= state.lock
+    lock += kept
 
     # A fault everywhere blames nobody: the last choice stands. The warm-up's "everyone" is no choice.
     nobody = xp.zeros_like(active[:1])
@@ -140,7 +144,7 @@ def update(policy: Policy, state: State, norms: Array, observed: Array | None = 
     lock = _where(xp, global_fault, state.lock, lock)
     warming = step < policy.warmup_steps
     active = _where(xp, warming, ~nobody, active)
-    lock = _where(xp, warming, nothing, lock)
+    lock = _where(xp, warming, xp.zeros_like(lock[:1]), lock)
 
     state = absorbed._replace(step=step, active=active, lock=lock)
     return state, Decision(step, gnmr, delta, risk, exceeds, active, lock, nonfinite, global_fault)

@@ -1,0 +1,47 @@
+"""What the benchmarks share: a quiet process, the time of a call, and the place of their tables in README.md."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# glibc gives large blocks back to the system and asks for them again: page faults would be half of the noise.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
+README = Path(__file__).with_name("README.md")
+
+
+def write(name: str, section: str) -> None:
+    """Replace the part of README.md between the markers of a benchmark, or add it."""
+    begin, end = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
+    text = README.read_text() if README.exists() else "# Benchmarks\n"
+    block = f"{begin}\n{section}\n{end}"
+    if begin in text:
+        head, rest = text.split(begin)
+        text = head + block + rest.split(end)[1]
+    else:
+        text = f"{text.rstrip()}\n\n{block}\n"
+    README.write_text(text)
+
+
+def machine() -> str:
+    """Name the processor and how much of it a benchmark uses."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown CPU'}, {os.cpu_count()} cores, one used"
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call, which on one thread are the wall seconds of an idle core."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run ``main`` in a process of one thread that keeps its memory."""
+    wanted = KEEP_MEMORY | {"OMP_NUM_THREADS": "1"}
+    if wanted.items() <= os.environ.items():
+        main()
+    else:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)  # noqa: S606
