@@ -55,7 +55,7 @@ class Decision(NamedTuple):
     risk: Array  # float64: max(GNMR / α, ΔGNMR / β)
     exceeds: Array  # bool: risk > 1
     active: Array  # bool: on the recovery path at step ``step + 1``
-    lock: Array  # int64
+    lock: Array  # int32
     nonfinite: Array  # bool: observed, and NaN or Inf
     global_fault: Array  # bool: more than half of the observed units are non-finite
 

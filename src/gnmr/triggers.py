@@ -32,12 +32,31 @@ class _Chooser(Controller):
         raise NotImplementedError
 
 
+class _Counts:
+    """How many units a reference run had at each step."""
+
+    def __init__(self, who: str, counts: Sequence[int], n_units: int) -> None:
+        wrong = [count for count in counts if not 0 <= count <= n_units]
+        if wrong:
+            raise ValueError(f"{who}(counts) must be in [0, {n_units}], got {wrong[0]!r}")
+        self._who, self._counts = who, [int(count) for count in counts]
+
+    def at(self, step: int) -> int:
+        if step > len(self._counts):
+            raise ValueError(
+                f"{self._who}(counts) has {len(self._counts)} steps, and this is step {step}: "
+                "the reference run must be at least as long"
+            )
+        return self._counts[step - 1]
+
+
 class AlwaysTop(_Chooser):
     """The top ``max_active`` at every step, with no threshold.
 
     Args:
         by: ``"risk"``, the paper's score, or ``"norm"``, the raw gradient norm. A non-finite norm
             ranks highest; a unit without a gradient is never chosen.
+        counts: in place of ``max_active``, a number for each step, as in :class:`Random`.
 
     Examples:
         >>> AlwaysTop(3, Policy(max_active=1), by="norm").update([1.0, 5.0, 2.0]).active.tolist()
@@ -53,11 +72,13 @@ class AlwaysTop(_Chooser):
         device: Any = None,
         *,
         by: Literal["risk", "norm"] = "risk",
+        counts: Sequence[int] | None = None,
     ) -> None:
         if by not in ("risk", "norm"):
             raise ValueError(f"AlwaysTop(by) must be 'risk' or 'norm', got {by!r}")
         super().__init__(n_units, policy, units, xp, device)
         self.by = by
+        self.counts = None if counts is None else _Counts("AlwaysTop", counts, n_units)
 
     def choose(self, norms: Array, observed: Array | None, decision: Decision) -> Array:
         """Return the top ``max_active`` of the units that were observed."""
@@ -66,7 +87,8 @@ class AlwaysTop(_Chooser):
         score = decision.risk
         if self.by == "norm":
             score = xp.where(decision.nonfinite, xp.full_like(norms, xp.inf), norms)
-        return _top(xp, score, seen, self.policy.max_active)
+        k = self.policy.max_active if self.counts is None else self.counts.at(int(decision.step))
+        return _top(xp, score, seen, k)
 
 
 class Random(_Chooser):
@@ -98,23 +120,15 @@ class Random(_Chooser):
         seed: int,
     ) -> None:
         super().__init__(n_units, policy, units, xp, device)
-        wrong = [count for count in counts if not 0 <= count <= n_units]
-        if wrong:
-            raise ValueError(f"Random(counts) must be in [0, {n_units}], got {wrong[0]!r}")
-        self.counts = [int(count) for count in counts]
+        self.counts = _Counts("Random", counts, n_units)
         self.seed = seed
 
     def choose(self, norms: Array, observed: Array | None, decision: Decision) -> Array:
         """Return a draw of ``counts[step - 1]`` units, without replacement."""
         step = int(decision.step)
-        if step > len(self.counts):
-            raise ValueError(
-                f"Random(counts) has {len(self.counts)} steps, and this is step {step}: "
-                "the reference run must be at least as long"
-            )
         draw = np.random.default_rng([self.seed, step])
         chosen = np.zeros(len(self.units), dtype=np.bool_)
-        chosen[draw.choice(len(self.units), self.counts[step - 1], replace=False)] = True
+        chosen[draw.choice(len(self.units), self.counts.at(step), replace=False)] = True
         return array_api_compat.array_namespace(norms).asarray(chosen, device=self._device)
 
 

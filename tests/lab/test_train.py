@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from gnmr import RunError, StateError, UnitError
+from gnmr import RecipeError, RunError, StateError, UnitError
 from gnmr.lab import runs
 from gnmr.lab.train import InterruptedRunError, train_arm
 from gnmr.trace import read_trace
@@ -75,10 +75,11 @@ def test_a_run_leaves_what_it_says(whole):
     assert read_trace(folder / "trace.parquet").header["arm"] == "gnmr"
 
 
-def test_the_random_arm_has_as_many_units_as_its_reference(whole):
+@pytest.mark.parametrize("arm", ["random", "norm@gnmr"])
+def test_a_matched_arm_has_as_many_units_as_its_reference(whole, arm):
     recipe, folder = whole
-    other = folder.parent / "random-s0"
-    run(recipe, other, arm="random")
+    other = folder.parent / f"{arm}-s0"
+    run(recipe, other, arm=arm)
 
     active = [read_trace(each / "trace.parquet").active for each in (folder, other)]
     assert active[0].sum() > 0
@@ -224,7 +225,7 @@ def test_a_damaged_result_is_named(whole, tmp_path):
 def test_random_without_its_reference_and_an_unknown_arm(recipe, tmp_path):
     with pytest.raises(RunError, match=r"run --arm gnmr --seed 0 first"):
         run(recipe(), tmp_path / "random-s0", arm="random")
-    with pytest.raises(RunError, match="unknown arm 'hihg'"):
+    with pytest.raises(RecipeError, match="unknown arm 'hihg'; did you mean 'high'"):
         run(recipe(), tmp_path / "hihg-s0", arm="hihg")
 
 

@@ -38,6 +38,16 @@ def test_always_top_is_always_full_and_takes_the_largest(by):
         assert score[decision.active].min() >= score[~decision.active].max()
 
 
+def test_always_top_takes_the_numbers_of_a_reference():
+    counts = [0, 1, 2, 3, 2] * 4
+    control = AlwaysTop(5, POLICY, by="norm", counts=counts)
+    for row, count in zip(ROWS, counts, strict=True):
+        active = control.update(row).active
+        assert set(np.flatnonzero(active)) == set(np.argsort(row)[len(row) - count :])
+    with pytest.raises(ValueError, match=r"AlwaysTop\(counts\) has 20 steps"):
+        control.update(ROWS[0])
+
+
 def test_a_nonfinite_norm_ranks_highest_and_the_unobserved_are_left_out():
     control = AlwaysTop(3, Policy(max_active=1), by="norm")
 

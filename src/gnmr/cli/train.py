@@ -13,7 +13,9 @@ Overrides = Annotated[
 
 def train(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe's name, or a TOML file.")],
-    arm: Annotated[str, typer.Option(help="high, low, gnmr, random, always or norm.")] = "gnmr",
+    arm: Annotated[
+        str, typer.Option(help="high, low, gnmr, random, always, norm, or one matched to another: norm@gnmr.")
+    ] = "gnmr",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, data order, faults and draws.")] = 0,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; default: runs/RECIPE/ARM-sSEED.")] = None,

@@ -15,6 +15,7 @@ from typing import Any
 from gnmr._io import write_text
 from gnmr.errors import RunError
 from gnmr.lab import runs
+from gnmr.lab.arms import parse_arm
 from gnmr.lab.metrics import COLUMNS, aggregate, measure_run, paired_differences
 from gnmr.lab.recipe import Recipe
 from gnmr.lab.tables import write_tables
@@ -111,13 +112,16 @@ def summarise(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def _plan(recipe: Recipe, folder: Path) -> list[_Job]:
-    """Seeds outside, arms inside; ``random`` waits for the ``gnmr`` of its seed, which therefore goes first."""
-    arms = sorted(recipe.arms, key=lambda arm: arm != "gnmr")
+    """Seeds outside, arms inside; an arm that is matched to another waits for it: those come first, these last."""
+    arms = [parse_arm(name) for name in recipe.arms]
+    awaited = {arm.reference for arm in arms}
+    arms.sort(key=lambda arm: (arm.reference is not None, arm.name not in awaited))
     found: list[_Job] = []
     for seed in recipe.run.seeds:
-        of_seed = {arm: _Job(arm, seed, folder / runs.run_name(arm, seed)) for arm in arms}
-        if "random" in of_seed:
-            of_seed["random"].after = of_seed["gnmr"]
+        of_seed: dict[str, _Job] = {}
+        for arm in arms:
+            after = None if arm.reference is None else of_seed[arm.reference]
+            of_seed[arm.name] = _Job(arm.name, seed, folder / runs.run_name(arm.name, seed), after)
         found.extend(of_seed.values())
     return found
 

@@ -15,7 +15,8 @@ from pydantic import ValidationError, model_validator
 
 from gnmr import Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
-from gnmr.lab.sections import Arm, Data, Model, Optimizer, Run, Section, Stress, Units
+from gnmr.lab.arms import DEFAULT, parse_arm
+from gnmr.lab.sections import ArmName, Data, Model, Optimizer, Run, Section, Stress, Units
 from gnmr.lab.stress import stressed
 
 _PATHS: dict[str, type[Paths]] = {"saved_activations": SavedActivations, "simulated": Simulated}
@@ -29,7 +30,7 @@ class Recipe(Section):
         description: one line.
         paths: ``kind`` and the keyword arguments of that path class.
         policy: fields of :class:`gnmr.Policy`.
-        arms: which arms a comparison runs.
+        arms: which arms a comparison runs; see :mod:`gnmr.lab.arms`.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Recipe(Section):
     policy: dict[str, Any]
     run: Run = Run()
     stress: Stress | None = None
-    arms: tuple[Arm, ...] = get_args(Arm)
+    arms: tuple[ArmName, ...] = DEFAULT
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -50,8 +51,9 @@ class Recipe(Section):
         self.make_policy().resolve(self.run.steps)
         if not self.arms or len(set(self.arms)) != len(self.arms):
             raise ValueError(f"arms must be distinct, at least one, got {list(self.arms)}")
-        if "random" in self.arms and "gnmr" not in self.arms:
-            raise ValueError("the arm 'random' is matched to 'gnmr', which must be among the arms")
+        for arm in map(parse_arm, self.arms):
+            if arm.reference is not None and arm.reference not in self.arms:
+                raise ValueError(f"the arm {arm.name!r} is matched to {arm.reference!r}, which must be among the arms")
         if self.stress is not None and self.stress.first_step > self.run.steps:
             raise ValueError(
                 f"stress.first_step = {self.stress.first_step} is beyond run.steps = {self.run.steps}: no fault would "

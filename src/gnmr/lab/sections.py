@@ -2,9 +2,11 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Arm = Literal["high", "low", "gnmr", "random", "always", "norm"]
+from gnmr.lab.arms import parse_arm
+
+ArmName = Annotated[str, AfterValidator(lambda name: parse_arm(name).name)]
 
 # Strict: the text "400" and the truth value true are no numbers of steps.
 Positive = Annotated[int, Field(ge=1, strict=True)]

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,19 +21,18 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from gnmr import Controller, find_units
+from gnmr import find_units
 from gnmr._io import write_json, write_text
 from gnmr.errors import RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
 from gnmr.lab import runs
+from gnmr.lab.arms import Arm, make_trigger, parse_arm
 from gnmr.lab.data import Corpus, load_corpus
 from gnmr.lab.environment import environment
 from gnmr.lab.model import make_model
 from gnmr.lab.recipe import Recipe, load_recipe
 from gnmr.lab.stress import schedule
 from gnmr.pytorch.measure import held_for_backward
-from gnmr.trace import read_trace
-from gnmr.triggers import AlwaysTop, Fixed, Random
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -68,7 +66,7 @@ def train_arm(
 
     Args:
         recipe: what to run.
-        arm: ``high``, ``low``, ``gnmr``, ``random``, ``always`` or ``norm``.
+        arm: see :mod:`gnmr.lab.arms`.
         seed: of the weights, the data's order, the faults and the draws.
         folder: the run's folder.
         resume: go on from the last checkpoint in it.
@@ -84,6 +82,7 @@ def train_arm(
         gnmr.RunError: the folder is in use, holds another run, has nothing to go on from, or cannot be written.
         gnmr.lab.train.InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
+    chosen = parse_arm(arm)
     transformers_logging.disable_progress_bar()
     with runs.claimed(folder), runs.kept_on_failure(folder):
         checkpoint = _prepare(recipe, arm, seed, folder, resume=resume, overwrite=overwrite)
@@ -94,7 +93,7 @@ def train_arm(
         corpus = load_corpus(recipe, seed)
         write_json(folder / runs.ENVIRONMENT, {**environment(), "data": corpus.facts, "arm": arm, "seed": seed})
         recorder = Recorder(recipe, folder, checkpoint, say, progress)
-        trainer = _make_trainer(recipe, arm, seed, folder, corpus, recorder)
+        trainer = _make_trainer(recipe, chosen, seed, folder, corpus, recorder)
         with _stopping(recorder):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if recorder.stopped and trainer.state.global_step < recipe.run.steps:
@@ -274,7 +273,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.partition("-")[2])
 
 
-def _make_trainer(recipe: Recipe, arm: str, seed: int, folder: Path, corpus: Corpus, recorder: Recorder) -> RunTrainer:
+def _make_trainer(recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Corpus, recorder: Recorder) -> RunTrainer:
     model = make_model(recipe.model, corpus.vocab_size, recipe.data.sequence_length, seed)
     trainer = RunTrainer(
         model=model,
@@ -290,9 +289,9 @@ def _make_trainer(recipe: Recipe, arm: str, seed: int, folder: Path, corpus: Cor
         trainer,
         _paths(recipe, seed, folder, model),
         recipe.make_policy(),
-        trigger=_trigger(recipe, arm, seed, folder),
+        trigger=make_trigger(arm, seed, folder),
         record=folder / runs.TRACE,
-        header={"arm": arm, "seed": seed, "recipe": recipe.name},
+        header={"arm": arm.name, "seed": seed, "recipe": recipe.name},
         **_units(recipe),
     )
     # The guard's comes last: once its file is in a checkpoint, the checkpoint is whole.
@@ -354,28 +353,6 @@ def _paths(recipe: Recipe, seed: int, folder: Path, model: Any) -> Any:
     )
     write_json(folder / runs.FAULTS, [fault._asdict() for fault in paths.faults])
     return paths
-
-
-def _trigger(recipe: Recipe, arm: str, seed: int, folder: Path) -> Callable[..., Controller]:
-    if arm == "random":
-        reference = folder.parent / runs.run_name("gnmr", seed) / "trace.parquet"
-        if not reference.exists():
-            raise RunError(
-                f"the arm 'random' draws as many units as the gnmr arm had, and {reference} is not there: run "
-                f"--arm gnmr --seed {seed} first"
-            )
-        counts = read_trace(reference).active.sum(axis=1).tolist()
-        return partial(Random, counts=counts, seed=seed)
-    arms: dict[str, Callable[..., Controller]] = {
-        "gnmr": Controller,
-        "high": partial(Fixed, recover=True),
-        "low": partial(Fixed, recover=False),
-        "always": partial(AlwaysTop, by="risk"),
-        "norm": partial(AlwaysTop, by="norm"),
-    }
-    if arm not in arms:
-        raise RunError(f"unknown arm {arm!r}: it must be one of random, {', '.join(arms)}")
-    return arms[arm]
 
 
 def _finish(trainer: RunTrainer, recipe: Recipe, arm: str, seed: int, folder: Path) -> dict[str, Any]:
