@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 import tomli_w
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from gnmr import Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
-from gnmr.lab.arms import DEFAULT, parse_arm
+from gnmr.lab.arms import DEFAULT, check_options, parse_arm
 from gnmr.lab.sections import ArmName, Data, Model, Optimizer, Run, Section, Stress, Units
 from gnmr.lab.stress import stressed
 
@@ -30,6 +30,7 @@ class Recipe(Section):
         description: one line.
         paths: ``kind`` and the keyword arguments of that path class.
         policy: fields of :class:`gnmr.Policy`.
+        triggers: options of triggers, such as ``[triggers.gap] threshold = 0.02``; see :mod:`gnmr.lab.arms`.
         arms: which arms a comparison runs; see :mod:`gnmr.lab.arms`.
     """
 
@@ -41,6 +42,7 @@ class Recipe(Section):
     units: Units = Units()
     paths: dict[str, Any]
     policy: dict[str, Any]
+    triggers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     run: Run = Run()
     stress: Stress | None = None
     arms: tuple[ArmName, ...] = DEFAULT
@@ -48,10 +50,14 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.make_paths()
-        self.make_policy().resolve(self.run.steps)
+        policy = self.make_policy().resolve(self.run.steps)
         if not self.arms or len(set(self.arms)) != len(self.arms):
             raise ValueError(f"arms must be distinct, at least one, got {list(self.arms)}")
-        for arm in map(parse_arm, self.arms):
+        arms = [parse_arm(name) for name in self.arms]
+        check_options(arms, self.triggers, policy)
+        if any(arm.trigger == "gsnr" for arm in arms) and self.run.gradient_accumulation < 2:
+            raise ValueError("the arm 'gsnr' compares micro-batches: run.gradient_accumulation must be >= 2")
+        for arm in arms:
             if arm.reference is not None and arm.reference not in self.arms:
                 raise ValueError(f"the arm {arm.name!r} is matched to {arm.reference!r}, which must be among the arms")
         if self.stress is not None and self.stress.first_step > self.run.steps:

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from gnmr import find_units
+from gnmr import Guard, Paths, find_units
 from gnmr._io import write_json, write_text
 from gnmr.errors import RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
@@ -32,7 +32,9 @@ from gnmr.lab.environment import environment
 from gnmr.lab.model import make_model
 from gnmr.lab.recipe import Recipe, load_recipe
 from gnmr.lab.stress import schedule
+from gnmr.pytorch.gaps import MeasuredGap
 from gnmr.pytorch.measure import held_for_backward
+from gnmr.pytorch.signals import CastError, Signal
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -123,9 +125,15 @@ class RunTrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Record the loss of each micro-batch."""
+        self._inputs = args[1]
         loss = super().training_step(*args, **kwargs)
         self.recorder.losses.append(loss.detach())
         return loss
+
+    def loss_again(self) -> torch.Tensor:
+        """Run the forward of the last micro-batch again."""
+        with self.compute_loss_context_manager():
+            return self.model(**self._prepare_inputs(self._inputs)).loss
 
 
 class Recorder(TrainerCallback):
@@ -289,7 +297,8 @@ def _make_trainer(recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Cor
         trainer,
         _paths(recipe, seed, folder, model),
         recipe.make_policy(),
-        trigger=make_trigger(arm, seed, folder),
+        trigger=make_trigger(arm, recipe.triggers.get(arm.trigger, {}), seed, folder),
+        signal=_signal(recipe, arm, trainer),
         record=folder / runs.TRACE,
         header={"arm": arm.name, "seed": seed, "recipe": recipe.name},
         **_units(recipe),
@@ -298,6 +307,26 @@ def _make_trainer(recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Cor
     trainer.add_callback(recorder)
     trainer.add_callback(trainer.guard_callback)
     return trainer
+
+
+def _signal(recipe: Recipe, arm: Arm, trainer: RunTrainer) -> Callable[[Guard], Signal] | None:
+    """Return what makes the signal of an arm's trigger, where the guard cannot know how."""
+    every = recipe.triggers.get(arm.trigger, {}).get("every")
+    if arm.trigger == "gap" and every is not None:
+        return lambda guard: CastError(_paths_of(guard), every)
+    if arm.trigger != "oracle":
+        return None
+
+    def measured(guard: Guard) -> MeasuredGap:
+        params = [param for param in trainer.model.parameters() if param.requires_grad]
+        return MeasuredGap(guard.units, params, _paths_of(guard), lambda: guard.plan, trainer.loss_again, every or 1)
+
+    return measured
+
+
+def _paths_of(guard: Guard) -> Paths:
+    assert guard.paths is not None  # noqa: S101 (every recipe has paths)
+    return guard.paths
 
 
 def _arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
