@@ -165,7 +165,7 @@ class AlwaysTop(_Chooser):
         xp = array_api_compat.array_namespace(norms)
         seen = xp.ones_like(decision.exceeds) if observed is None else observed
         score = decision.risk if self.by == "risk" else norms
-        if signal is not None:
+        if _NEEDS[self.by] is not None and signal is not None:
             score = signal * norms if self.by == "gap" else signal
             seen = seen & (decision.nonfinite | ~xp.isnan(score))
         score = xp.where(decision.nonfinite, xp.full_like(norms, xp.inf), score)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from gnmr._io import write_json, write_text
 from gnmr.errors import RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
 from gnmr.lab import runs
-from gnmr.lab.arms import Arm, make_trigger, parse_arm
+from gnmr.lab.arms import Arm, Factory, make_trigger, parse_arm
 from gnmr.lab.data import Corpus, load_corpus
 from gnmr.lab.environment import environment
 from gnmr.lab.model import make_model
@@ -38,6 +39,7 @@ from gnmr.pytorch.signals import CastError, Signal
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
+Audit = tuple[Factory, Callable[["RunTrainer"], Callable[[Guard], Signal]]]
 
 
 class InterruptedRunError(RunError):
@@ -60,6 +62,7 @@ def train_arm(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    audit: Audit | None = None,
     again: str = "the same command with --resume",
     say: Say = print,
     progress: Progress = lambda *_: None,
@@ -73,6 +76,7 @@ def train_arm(
         folder: the run's folder.
         resume: go on from the last checkpoint in it.
         overwrite: begin anew, and drop what is in it.
+        audit: a trigger in place of the arm's, and what makes its signal; see :mod:`gnmr.lab.audit`.
         again: how to go on, for the message of an interrupted run.
         say: where lines for the user go.
         progress: hears (steps done, steps in all).
@@ -95,7 +99,7 @@ def train_arm(
         corpus = load_corpus(recipe, seed)
         write_json(folder / runs.ENVIRONMENT, {**environment(), "data": corpus.facts, "arm": arm, "seed": seed})
         recorder = Recorder(recipe, folder, checkpoint, say, progress)
-        trainer = _make_trainer(recipe, chosen, seed, folder, corpus, recorder)
+        trainer = _make_trainer(recipe, chosen, seed, folder, corpus, recorder, audit)
         with _stopping(recorder):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if recorder.stopped and trainer.state.global_step < recipe.run.steps:
@@ -111,6 +115,7 @@ class RunTrainer(Trainer):
 
     recorder: "Recorder"
     guard_callback: GuardCallback
+    kept: "deque[Any]"
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Measure what the first forward holds for backward; otherwise the Trainer's own."""
@@ -125,15 +130,19 @@ class RunTrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Record the loss of each micro-batch."""
-        self._inputs = args[1]
+        self.kept.append(args[1])
         loss = super().training_step(*args, **kwargs)
         self.recorder.losses.append(loss.detach())
         return loss
 
-    def loss_again(self) -> torch.Tensor:
-        """Run the forward of the last micro-batch again."""
+    def keep_inputs(self, micro_batches: int) -> None:
+        """Keep the inputs of the last micro-batches, for :meth:`loss_again`."""
+        self.kept = deque(maxlen=micro_batches)
+
+    def loss_again(self, inputs: Any = None) -> torch.Tensor:
+        """Run the forward of a micro-batch again, by default of the last one."""
         with self.compute_loss_context_manager():
-            return self.model(**self._prepare_inputs(self._inputs)).loss
+            return self.model(**self._prepare_inputs(self.kept[-1] if inputs is None else inputs)).loss
 
 
 class Recorder(TrainerCallback):
@@ -281,7 +290,9 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.partition("-")[2])
 
 
-def _make_trainer(recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Corpus, recorder: Recorder) -> RunTrainer:
+def _make_trainer(
+    recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Corpus, recorder: Recorder, audit: Audit | None
+) -> RunTrainer:
     model = make_model(recipe.model, corpus.vocab_size, recipe.data.sequence_length, seed)
     trainer = RunTrainer(
         model=model,
@@ -290,15 +301,21 @@ def _make_trainer(recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Cor
         eval_dataset=corpus.validation,
         data_collator=default_data_collator,
     )
+    trainer.keep_inputs(1)
     for chatty in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(chatty)
     trainer.recorder = recorder
+    if audit is None:
+        trigger = make_trigger(arm, recipe.triggers.get(arm.trigger, {}), seed, folder)
+        signal = _signal(recipe, arm, trainer)
+    else:
+        trigger, signal = audit[0], audit[1](trainer)
     trainer.guard_callback = GuardCallback(
         trainer,
         _paths(recipe, seed, folder, model),
         recipe.make_policy(),
-        trigger=make_trigger(arm, recipe.triggers.get(arm.trigger, {}), seed, folder),
-        signal=_signal(recipe, arm, trainer),
+        trigger=trigger,
+        signal=signal,
         record=folder / runs.TRACE,
         header={"arm": arm.name, "seed": seed, "recipe": recipe.name},
         **_units(recipe),
