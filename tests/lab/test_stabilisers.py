@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from gnmr import RecipeError
+from gnmr.lab.arms import parse_arm
+from gnmr.lab.recipe import load_recipe
 from gnmr.lab.sections import Optimizer
 from gnmr.lab.stabilisers import OPTIMIZERS, SETTINGS, make_optimizer
 from gnmr.lab.train import InterruptedRunError, train_arm
@@ -239,6 +241,13 @@ def test_a_stabiliser_changes_the_run_and_not_what_the_guard_sees_first(trained)
         assert json.loads((folder / "environment.json").read_text())["stabilisers"] == {name: SETTINGS[name]}
 
 
+def test_clip_is_the_recipes_own_clipping(recipe, trained, tmp_path):
+    clipping = recipe(*RUN, "optimizer.max_grad_norm=1.0")
+    train_arm(clipping, "low", 0, tmp_path / "clipping", say=lambda line: None)
+
+    assert weights(trained("low+clip")) == weights(tmp_path / "clipping")
+
+
 @pytest.mark.parametrize("arm", ["low+zclip", "low+adagc", "low+spam", "gnmr+stable-spam", "low+zclip+spam"])
 @pytest.mark.parametrize("step", [2, 13])
 def test_a_stabilised_run_goes_on_bit_for_bit(trained, tmp_path, arm, step):
@@ -274,3 +283,16 @@ def test_a_recipe_that_clips_is_not_clipped_twice(recipe, tmp_path):
     with pytest.raises(RecipeError, match=r"arm 'low\+clip': the recipe clips already"):
         recipe("arms=['low+clip']")
     assert recipe("arms=['low+spam']").arms == ("low+spam",)
+
+
+def test_a_missing_package_is_named_before_anything_runs(recipe, monkeypatch):
+    monkeypatch.setattr("gnmr.lab.stabilisers.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"arm 'low\+adagc': 'adagc' needs pytorch-optimizer: pip install 'gnmr\[lab"):
+        recipe("arms=['low+adagc']", "optimizer.max_grad_norm=0")
+
+
+def test_the_packaged_recipe_has_every_stabiliser():
+    arms = [parse_arm(name) for name in load_recipe("stabilisers").arms]
+
+    assert {name for arm in arms for name in arm.stabilisers} == set(SETTINGS)
+    assert {arm.name for arm in arms} >= {"low", "high", "gnmr", "random", "edges"}

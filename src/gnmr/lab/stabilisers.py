@@ -17,6 +17,7 @@ after the 20 steps that it spares is not learnt before the next reset.
 
 import difflib
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from gnmr.errors import RecipeError
@@ -83,12 +84,14 @@ def parse_stabilisers(arm: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_fits(arm: str, names: Sequence[str], optimizer: "Optimizer") -> None:
-    """Check that an arm's stabilisers can stand beside the recipe's own clipping.
+    """Check that an arm's stabilisers can stand beside the recipe's own clipping, and are installed.
 
     Raises:
-        gnmr.RecipeError: the recipe clips already, and one of them reads norms.
+        gnmr.RecipeError: the recipe clips already, and one of them reads norms; or a package is missing.
     """
     for name in names:
+        if name in OPTIMIZERS and find_spec("pytorch_optimizer") is None:
+            raise RecipeError(f"arm {arm!r}: {name!r} needs pytorch-optimizer: pip install 'gnmr[lab]'")
         if name in NORM_CLIPPERS and optimizer.max_grad_norm:
             raise RecipeError(
                 f"arm {arm!r}: the recipe clips already (optimizer.max_grad_norm = {optimizer.max_grad_norm}), and "

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ _TERMINAL = (
 _FINE = ("loss_spikes", "grad_spikes")
 """Shares that are small where all is well."""
 
-_ABREAST = 6
-"""So many arms fit beside each other on a terminal."""
+_ABREAST = 54
+"""So many characters of arms fit beside the labels on a terminal of 80."""
 
 _SCALES = {"%": 100.0, "ms": 1000.0, "MiB": 2.0**-20}
 
@@ -46,16 +46,15 @@ def write_tables(comparison: Mapping[str, Any], folder: Path) -> None:
 
 def as_rich(comparison: Mapping[str, Any]) -> Group:
     """Return the table for a terminal: metrics down, arms across, and below what does not fit beside the others."""
-    arms, lines = [row["arm"] for row in comparison["rows"]], _cells(comparison)
-    tables = []
-    for first in range(0, len(arms), _ABREAST):
-        title = f"{comparison['recipe']['name']}: means over {_seeds(comparison)}" if first == 0 else None
+    lines, tables = _cells(comparison), list[Table]()
+    for arms in _abreast([row["arm"] for row in comparison["rows"]]):
+        title = None if tables else f"{comparison['recipe']['name']}: means over {_seeds(comparison)}"
         table = Table(title=title, title_justify="left")
         table.add_column("", no_wrap=True)
-        for arm in arms[first : first + _ABREAST]:
+        for arm in arms.values():
             table.add_column(arm, justify="right", no_wrap=True)
         for label, cells in lines:
-            table.add_row(label, *cells[first : first + _ABREAST])
+            table.add_row(label, *(cells[place] for place in arms))
         tables.append(table)
     return Group(*tables)
 
@@ -110,6 +109,20 @@ def machine(comparison: Mapping[str, Any]) -> str:
         f"{where}, {facts['memory_gib']} GiB, {threads} thread(s) a run; Python {versions['python']}, torch "
         f"{versions['torch']}, transformers {versions['transformers']}"
     )
+
+
+def _abreast(names: Sequence[str]) -> list[dict[int, str]]:
+    """Return the arms that stand beside each other, each by its place among all."""
+    tables: list[dict[int, str]] = []
+    room = 0
+    for place, name in enumerate(names):
+        width = max(len(name), 6) + 3
+        if width > room or not tables:
+            tables.append({})
+            room = _ABREAST
+        tables[-1][place] = name
+        room -= width
+    return tables
 
 
 def _cells(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
