@@ -295,11 +295,17 @@ class Fixed(_Chooser):
     """Every unit on one path for the whole run: the static baselines, outside any cap.
 
     Args:
-        recover: True for the recovery path everywhere, False for the low-cost path.
+        recover: True for the recovery path everywhere, False for the low-cost path, or the names of the units that
+            are on the recovery path, the others staying on the low-cost one.
+
+    Raises:
+        ValueError: a name that is no unit's.
 
     Examples:
         >>> Fixed(2, Policy(max_active=0), recover=True).active.tolist()
         [True, True]
+        >>> Fixed(2, Policy(max_active=0), ["a", "b"], recover=["b"]).active.tolist()
+        [False, True]
     """
 
     def __init__(
@@ -310,17 +316,50 @@ class Fixed(_Chooser):
         xp: ModuleType = np,
         device: Any = None,
         *,
-        recover: bool,
+        recover: bool | Sequence[str],
     ) -> None:
         super().__init__(n_units, policy, units, xp, device)
         self.recover = recover
-        everyone = self.state.lock == 0
-        self.state = self.state._replace(active=everyone if recover else ~everyone)
+        if isinstance(recover, bool):
+            chosen = np.full(n_units, recover)
+        else:
+            unknown = [name for name in recover if name not in self.units]
+            if unknown:
+                raise ValueError(f"Fixed(recover) must name units, and {unknown[0]!r} is none: {', '.join(self.units)}")
+            chosen = np.isin(self.units, list(recover))
+        self._chosen = xp.asarray(chosen, device=device)
+        self.state = self.state._replace(active=self._chosen)
 
     def choose(self, norms: Array, observed: Array | None, signal: Array | None, decision: Decision) -> Array:
-        """Return everyone, or no one."""
-        everyone = decision.lock >= 0
-        return everyone if self.recover else ~everyone
+        """Return the units that were chosen when the run began."""
+        return self._chosen
+
+
+def edge_units(units: Sequence[str]) -> list[str]:
+    """Return the units of the first and the last decoder layer: those that a static mix keeps in high precision.
+
+    Which layer a unit is in is the first number in its name; units outside the layers (a head, embeddings) are in none.
+
+    Args:
+        units: all of them, by name.
+
+    Returns:
+        Those in the layers of the lowest and the highest number, in the order of ``units``.
+
+    Raises:
+        ValueError: no unit's name has a number.
+
+    Examples:
+        >>> edge_units(["layers.0.mlp", "layers.1.mlp", "layers.2.attn", "layers.2.mlp", "lm_head"])
+        ['layers.0.mlp', 'layers.2.attn', 'layers.2.mlp']
+    """
+    layers = {name: next((int(part) for part in name.split(".") if part.isdecimal()), None) for name in units}
+    numbers = {layer for layer in layers.values() if layer is not None}
+    if not numbers:
+        raise ValueError(
+            f"no unit is in a numbered layer, such as layers.0.mlp, so none is first or last: {', '.join(units)}"
+        )
+    return [name for name, layer in layers.items() if layer in (min(numbers), max(numbers))]
 
 
 def _seen(xp: ModuleType, norms: Array, observed: Array | None) -> Array:

@@ -3,7 +3,7 @@
 import pytest
 
 from gnmr import RecipeError
-from gnmr.lab.arms import TRIGGERS, parse_arm
+from gnmr.lab.arms import TRIGGERS, Arm, parse_arm
 from gnmr.lab.compare import _plan
 from gnmr.lab.recipe import load_recipe
 from gnmr.lab.train import train_arm
@@ -25,12 +25,43 @@ def test_every_trigger_is_an_arm(name):
         ("high@gnmr", "cannot be matched like this: random@ARM, always@ARM, norm@ARM, oracle@ARM are"),
         ("norm@random", "to an arm that is not matched"),
         ("random@", "unknown arm ''"),
+        ("lwo+clip", "unknown arm 'lwo+clip'; did you mean 'low'?"),
+        (
+            "low+zlcip",
+            "arm 'low+zlcip': unknown stabiliser 'zlcip'; did you mean 'zclip'? Known are clip, zclip, adagc",
+        ),
+        ("low+", "unknown stabiliser ''. Known are"),
+        ("low+clip@gnmr", "unknown stabiliser 'clip@gnmr'; did you mean 'clip'?"),
+        ("low+spam+spam", "gives the stabiliser 'spam' twice"),
+        ("low+clip+zclip", "'clip' and 'zclip' both bound gradient norms: keep one of clip, zclip, adagc"),
+        ("low+spam+stable-spam", "'spam' and 'stable-spam' both take the optimiser's place"),
     ],
 )
 def test_what_is_no_arm(name, message):
     with pytest.raises(RecipeError) as caught:
         parse_arm(name)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "trigger", "reference", "stabilisers"),
+    [
+        ("low+zclip", "low", None, ("zclip",)),
+        ("gnmr+zclip+stable-spam", "gnmr", None, ("zclip", "stable-spam")),
+        ("random@gnmr+zclip", "random", "gnmr+zclip", ("zclip",)),
+        ("random+clip", "random", "gnmr+clip", ("clip",)),
+        ("norm@high+spam", "norm", "high+spam", ("spam",)),
+    ],
+)
+def test_stabilisers_are_the_references_too(name, trigger, reference, stabilisers):
+    assert parse_arm(name) == Arm(name, trigger, reference, stabilisers)
+
+
+def test_the_reference_of_a_stabilised_arm_must_be_among_the_arms(tmp_path):
+    with pytest.raises(RecipeError, match=r"'random@gnmr\+zclip' is matched to 'gnmr\+zclip', which must be among"):
+        load_recipe("demo", ["arms=['random@gnmr+zclip', 'gnmr']"])
+    recipe = load_recipe("demo", ["arms=['random@gnmr+zclip', 'gnmr+zclip']", "run.seeds=[0]"])
+    assert [job.arm for job in _plan(recipe, tmp_path)] == ["gnmr+zclip", "random@gnmr+zclip"]
 
 
 def test_a_matched_arm_runs_after_its_reference(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnmr import Controller, Policy, StateError
-from gnmr.triggers import AlwaysTop, Fixed, Gap, Random, Static
+from gnmr.triggers import AlwaysTop, Fixed, Gap, Random, Static, edge_units
 
 POLICY = Policy(max_active=2, alpha=1.2, window=2)
 ROWS = np.random.default_rng(0).lognormal(size=(20, 5))
@@ -91,6 +91,32 @@ def test_fixed_is_fixed_from_the_first_step_on(recover):
 
     assert control.active.tolist() == [recover] * 5
     assert all(control.update(row).active.tolist() == [recover] * 5 for row in ROWS)
+
+
+def test_fixed_takes_units_by_name():
+    control = Fixed(3, POLICY, ["a", "b", "c"], recover=["c", "a"])
+
+    assert control.active.tolist() == [True, False, True]
+    assert all(control.update(row[:3]).active.tolist() == [True, False, True] for row in ROWS)
+    with pytest.raises(ValueError, match=r"Fixed\(recover\) must name units, and 'd' is none: a, b, c"):
+        Fixed(3, POLICY, ["a", "b", "c"], recover=["a", "d"])
+
+
+@pytest.mark.parametrize(
+    ("units", "edges"),
+    [
+        (["model.layers.2.a", "model.layers.10.a", "model.layers.0.a"], ["model.layers.10.a", "model.layers.0.a"]),
+        (["h.0.experts.7.w", "h.1.experts.0.w", "h.2.experts.3.w"], ["h.0.experts.7.w", "h.2.experts.3.w"]),
+        (["layers.3.a", "layers.3.b", "lm_head"], ["layers.3.a", "layers.3.b"]),
+    ],
+)
+def test_edges_are_the_first_and_the_last_layer(units, edges):
+    assert edge_units(units) == edges
+
+
+def test_without_numbered_layers_there_are_no_edges():
+    with pytest.raises(ValueError, match=r"no unit is in a numbered layer.*: fc1, fc2"):
+        edge_units(["fc1", "fc2"])
 
 
 def test_an_unknown_ranking_is_refused():

@@ -1,6 +1,6 @@
 """``gnmr audit``: measure what each unit's low-cost path does, and how well the triggers rank it."""
 
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +53,8 @@ def _print(console: Any, found: dict[str, Any]) -> None:
 
     keys = {"absolute": "gap", "relative": "relative", "bias": "bias", "own": "own", "loss": "loss"}
     units = Table(title=f"gaps of {found['recipe']}, arm {found['arm']}: means over the steps", title_justify="left")
-    shared = commonprefix(found["units"]) if len(found["units"]) > 1 else ""
+    parts = zip(*(name.split(".")[:-1] for name in found["units"]), strict=False)
+    shared = "".join(f"{each[0]}." for each in takewhile(lambda each: len(set(each)) == 1, parts))
     units.add_column(f"unit {shared}…" if shared else "unit", overflow="fold")
     for heading in keys.values():
         units.add_column(heading, justify="right", no_wrap=True)

@@ -14,7 +14,10 @@ Overrides = Annotated[
 def train(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe's name, or a TOML file.")],
     arm: Annotated[
-        str, typer.Option(help="high, low, gnmr, random, always, norm, or one matched to another: norm@gnmr.")
+        str,
+        typer.Option(
+            help="high, low, edges, gnmr, random, always, norm; one matched: norm@gnmr; one steadied: low+zclip."
+        ),
     ] = "gnmr",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, data order, faults and draws.")] = 0,
     overrides: Overrides = None,

@@ -1,11 +1,15 @@
-"""Arms: what decides which units are on the recovery path, and what it is matched to.
+"""Arms: what decides which units are on the recovery path, what it is matched to, and what else steadies the run.
 
-An arm is written ``trigger`` or ``trigger@reference``. One with a reference makes as many units active at each step
-as the reference's run of the same seed did, so that the two differ in the choice alone::
+An arm is written ``trigger[@reference][+stabiliser...]``. One with a reference makes as many units active at each step
+as the reference's run of the same seed did, so that the two differ in the choice alone; the stabilisers
+(:mod:`gnmr.lab.stabilisers`) are the reference's too, for the same reason::
 
-    random@gnmr    as many units at the same steps as the arm gnmr, drawn at random ("random" is short for it)
-    norm@gnmr      likewise, those of the largest gradient norm
-    random@0.1     no reference: each unit with a chance of 10 % at each step
+    edges                the first and the last decoder layer for the whole run
+    random@gnmr          as many units at the same steps as the arm gnmr, drawn at random ("random" is short for it)
+    norm@gnmr            likewise, those of the largest gradient norm
+    random@0.1           no reference: each unit with a chance of 10 % at each step
+    low+zclip            the low-cost path everywhere, with ZClip on the gradients
+    random@gnmr+zclip    with ZClip, as many units as the arm gnmr+zclip
 
 ``always``, ``norm``, ``gsnr``, ``jacobian`` and ``oracle`` take the top ``max_active`` at every step; ``gnmr`` and
 ``gap`` have a threshold and a lock; ``static`` is a profile. ``docs/triggers.md`` has a card of each.
@@ -21,14 +25,21 @@ from typing import Any
 from gnmr import Controller, Policy
 from gnmr.errors import RecipeError, RunError
 from gnmr.lab import runs
+from gnmr.lab.stabilisers import parse_stabilisers
 from gnmr.trace import read_trace
-from gnmr.triggers import AlwaysTop, Fixed, Gap, Random, Static
+from gnmr.triggers import AlwaysTop, Fixed, Gap, Random, Static, edge_units
 
 Factory = Callable[..., Controller]
+
+
+def _edges(n_units: int, policy: Policy, units: Sequence[str]) -> Controller:
+    return Fixed(n_units, policy, units, recover=edge_units(units))
+
 
 TRIGGERS: dict[str, Factory] = {
     "high": partial(Fixed, recover=True),
     "low": partial(Fixed, recover=False),
+    "edges": _edges,
     "gnmr": Controller,
     "random": Random,
     "always": partial(AlwaysTop, by="risk"),
@@ -62,13 +73,15 @@ class Arm:
     Attributes:
         name: as it was written, and as its folder is called.
         trigger: a key of :data:`TRIGGERS`.
-        reference: the arm that it is matched to, or None.
+        reference: the arm that it is matched to, with its stabilisers, or None.
+        stabilisers: keys of :data:`gnmr.lab.stabilisers.SETTINGS`.
         rate: in place of a reference, the chance of each unit.
     """
 
     name: str
     trigger: str
     reference: str | None = None
+    stabilisers: tuple[str, ...] = ()
     rate: float | None = None
 
 
@@ -76,13 +89,15 @@ def parse_arm(name: str) -> Arm:
     """Take the name of an arm apart.
 
     Raises:
-        gnmr.RecipeError: an unknown trigger (the message suggests the right one), or one that cannot be matched.
+        gnmr.RecipeError: an unknown trigger or stabiliser (the message suggests the right one), a trigger that cannot
+            be matched, or stabilisers that cannot stand together.
 
     Examples:
-        >>> parse_arm("norm@gnmr")
-        Arm(name='norm@gnmr', trigger='norm', reference='gnmr', rate=None)
+        >>> parse_arm("norm@gnmr+zclip").reference
+        'gnmr+zclip'
     """
-    trigger, at, reference = name.partition("@")
+    choice, *added = name.split("+")
+    trigger, at, reference = choice.partition("@")
     if trigger not in TRIGGERS:
         close = difflib.get_close_matches(trigger, TRIGGERS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -91,12 +106,13 @@ def parse_arm(name: str) -> Arm:
         rate = float(reference)
         if not 0 < rate <= 1:
             raise RecipeError(f"arm {name!r}: the rate must be in (0, 1]")
-        return Arm(name, trigger, rate=rate)
+        return Arm(name, trigger, rate=rate, stabilisers=parse_stabilisers(name, added))
     if at and (trigger not in MATCHED or parse_arm(reference).reference is not None):
         raise RecipeError(f"arm {name!r} cannot be matched like this: {_matched()} are, to an arm that is not matched")
+    stabilisers = parse_stabilisers(name, added)
     if trigger == "random" and not at:
         reference = "gnmr"
-    return Arm(name, trigger, reference or None)
+    return Arm(name, trigger, "+".join((reference, *stabilisers)) if reference else None, stabilisers)
 
 
 def make_trigger(arm: Arm, options: Mapping[str, Any], seed: int, folder: Path) -> Factory:
@@ -151,7 +167,7 @@ def check_options(arms: Sequence[Arm], options: Mapping[str, Mapping[str, Any]],
             raise RecipeError(f"triggers.{name}.every must be a whole number of steps >= 1, got {every!r}")
     for arm in arms:
         if arm.reference is None and arm.trigger != "random":
-            make_trigger(arm, options.get(arm.trigger, {}), 0, Path())(1, policy)
+            make_trigger(arm, options.get(arm.trigger, {}), 0, Path())(1, policy, ["layers.0"])
 
 
 def _is_number(text: str) -> bool:

@@ -17,6 +17,7 @@ from gnmr import Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
 from gnmr.lab.arms import DEFAULT, check_options, parse_arm
 from gnmr.lab.sections import ArmName, Data, Model, Optimizer, Run, Section, Stress, Units
+from gnmr.lab.stabilisers import check_fits
 from gnmr.lab.stress import stressed
 
 _PATHS: dict[str, type[Paths]] = {"saved_activations": SavedActivations, "simulated": Simulated}
@@ -58,6 +59,7 @@ class Recipe(Section):
         if any(arm.trigger == "gsnr" for arm in arms) and self.run.gradient_accumulation < 2:
             raise ValueError("the arm 'gsnr' compares micro-batches: run.gradient_accumulation must be >= 2")
         for arm in arms:
+            check_fits(arm.name, arm.stabilisers, self.optimizer)
             if arm.reference is not None and arm.reference not in self.arms:
                 raise ValueError(f"the arm {arm.name!r} is matched to {arm.reference!r}, which must be among the arms")
         if self.stress is not None and self.stress.first_step > self.run.steps:

@@ -32,7 +32,9 @@ from gnmr.lab.data import Corpus, load_corpus
 from gnmr.lab.environment import environment
 from gnmr.lab.model import make_model
 from gnmr.lab.recipe import Recipe, load_recipe
+from gnmr.lab.stabilisers import SETTINGS, check_fits, make_optimizer, max_grad_norm
 from gnmr.lab.stress import schedule
+from gnmr.lab.zclip import ZClip
 from gnmr.pytorch.gaps import MeasuredGap
 from gnmr.pytorch.measure import held_for_backward
 from gnmr.pytorch.signals import CastError, Signal
@@ -89,6 +91,7 @@ def train_arm(
         gnmr.lab.train.InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     chosen = parse_arm(arm)
+    check_fits(arm, chosen.stabilisers, recipe.optimizer)
     transformers_logging.disable_progress_bar()
     with runs.claimed(folder), runs.kept_on_failure(folder):
         checkpoint = _prepare(recipe, arm, seed, folder, resume=resume, overwrite=overwrite)
@@ -97,8 +100,11 @@ def train_arm(
             return runs.read_json(folder / runs.RESULT)
         torch.set_num_threads(recipe.run.threads)
         corpus = load_corpus(recipe, seed)
-        write_json(folder / runs.ENVIRONMENT, {**environment(), "data": corpus.facts, "arm": arm, "seed": seed})
-        recorder = Recorder(recipe, folder, checkpoint, say, progress)
+        settings = {name: SETTINGS[name] for name in chosen.stabilisers}
+        facts = {**environment(), "data": corpus.facts, "arm": arm, "seed": seed, "stabilisers": settings}
+        write_json(folder / runs.ENVIRONMENT, facts)
+        zclip = ZClip(**SETTINGS["zclip"]) if "zclip" in settings else None
+        recorder = Recorder(recipe, folder, checkpoint, say, progress, zclip)
         trainer = _make_trainer(recipe, chosen, seed, folder, corpus, recorder, audit)
         with _stopping(recorder):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -152,15 +158,26 @@ class Recorder(TrainerCallback):
         measured: what a checkpoint carries on: ``seconds`` of each step, ``recent`` losses since the last line,
             ``held`` bytes, ``evaluated`` (step, loss) and ``peak`` memory.
         losses: of the micro-batches of this step.
+        zclip: of an arm that has it, whose state is carried on likewise.
         stopped: the signal that asked for the end, or 0.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, checkpoint: Path | None, say: Say, progress: Progress) -> None:
-        self._recipe, self._say, self._progress = recipe, say, progress
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        checkpoint: Path | None,
+        say: Say,
+        progress: Progress,
+        zclip: ZClip | None = None,
+    ) -> None:
+        self._recipe, self._say, self._progress, self.zclip = recipe, say, progress, zclip
         self._metrics = runs.Metrics(folder / runs.METRICS, 0 if checkpoint is None else _step_of(checkpoint))
         self.measured: dict[str, Any] = {"seconds": [], "recent": [], "held": None, "evaluated": None, "peak": 0}
         if checkpoint is not None:
             saved = runs.read_json(checkpoint / runs.PROGRESS)
+            if zclip is not None:
+                zclip.load_state_dict(saved.pop("zclip"))
             self.measured = saved | {"recent": [float(loss) for loss in saved["recent"]]}
         self.losses: list[torch.Tensor] = []
         self.stopped = 0
@@ -196,6 +213,8 @@ class Recorder(TrainerCallback):
         """Put what was measured into the checkpoint."""
         self.measured["peak"] = max(self.measured["peak"], _peak_memory())
         saved = self.measured | {"recent": [runs.number(loss) for loss in self.measured["recent"]]}
+        if self.zclip is not None:
+            saved["zclip"] = self.zclip.state_dict()
         write_json(Path(args.output_dir) / f"checkpoint-{state.global_step}" / runs.PROGRESS, saved)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
@@ -296,10 +315,11 @@ def _make_trainer(
     model = make_model(recipe.model, corpus.vocab_size, recipe.data.sequence_length, seed)
     trainer = RunTrainer(
         model=model,
-        args=_arguments(recipe, seed, folder),
+        args=_arguments(recipe, arm, seed, folder),
         train_dataset=corpus.train,
         eval_dataset=corpus.validation,
         data_collator=default_data_collator,
+        optimizer_cls_and_kwargs=make_optimizer(arm.stabilisers, recipe.optimizer),
     )
     trainer.keep_inputs(1)
     for chatty in (PrinterCallback, ProgressCallback):
@@ -320,9 +340,11 @@ def _make_trainer(
         header={"arm": arm.name, "seed": seed, "recipe": recipe.name},
         **_units(recipe),
     )
-    # The guard's comes last: once its file is in a checkpoint, the checkpoint is whole.
+    # The guard's is the last that writes: once its file is in a checkpoint, the checkpoint is whole.
     trainer.add_callback(recorder)
     trainer.add_callback(trainer.guard_callback)
+    if recorder.zclip is not None:
+        trainer.add_callback(recorder.zclip)  # after the guard, which sees the gradients as they came
     return trainer
 
 
@@ -346,7 +368,7 @@ def _paths_of(guard: Guard) -> Paths:
     return guard.paths
 
 
-def _arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
+def _arguments(recipe: Recipe, arm: Arm, seed: int, folder: Path) -> TrainingArguments:
     run, optimizer = recipe.run, recipe.optimizer
     return TrainingArguments(
         output_dir=str(folder),
@@ -359,7 +381,7 @@ def _arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
         adam_beta2=optimizer.beta2,
         adam_epsilon=optimizer.eps,
         weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
+        max_grad_norm=max_grad_norm(arm.stabilisers, optimizer),
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": optimizer.min_lr_ratio},
         warmup_steps=int(optimizer.warmup_fraction * run.steps),
