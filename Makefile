@@ -1,12 +1,13 @@
 # Everything is set up in .venv by the first target that needs it.
 PYTHON ?= python3
-# On a machine without a GPU the CPU build is a tenth of the size:
-#   make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu TORCH=torch==2.13.0+cpu
+# How torch is installed. On a machine without a GPU the CPU build is a tenth of the size:
+#   make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.dev
 
 # One thread a process: two OpenMP programs that spin on two cores slow each other thirtyfold.
 export OMP_NUM_THREADS ?= 1
@@ -22,19 +23,19 @@ demo: $(READY)  ## The main job: six arms, three seeds, transient faults; a tabl
 persistent: $(READY)  ## The second recipe: a low path that is too coarse all the time
 	$(BIN)/gnmr compare persistent
 
-test: $(READY)  ## Every test, docstring examples included
+test: $(DEV)  ## Every test, docstring examples included
 	$(BIN)/python -m pytest -n 2 --doctest-modules src/gnmr tests
 
-lint: $(READY)  ## Style and types
+lint: $(DEV)  ## Style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(READY)  ## The measurements of benchmarks/README.md; nothing else should run meanwhile
+bench: $(DEV)  ## The measurements of benchmarks/README.md; nothing else should run meanwhile
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/guard.py
 
-wheel: $(READY)  ## Build the wheel, and run its tests outside the checkout
+wheel: $(DEV)  ## Build the wheel, and run its tests outside the checkout
 	rm -rf dist build/outside && mkdir -p build/outside
 	$(BIN)/python -m build --outdir dist .
 	$(PYTHON) -m venv --without-pip build/outside/venv
@@ -48,9 +49,15 @@ wheel: $(READY)  ## Build the wheel, and run its tests outside the checkout
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV): this takes a few minutes"
 	$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install -q '$(TORCH)' -e '.[all]' --group dev
-	touch $(READY)
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e '.[all]'
+	touch $@
+
+$(DEV): $(READY)
+	$(BIN)/python -m pip install -q --group dev
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist runs

@@ -259,7 +259,9 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """
     path = Path(path)
     if not path.is_file():
-        raise TraceError(f"{path}: there is no such file")
+        other = path.with_suffix(".parquet" if path.suffix == ".arrow" else ".arrow")
+        closed = "a finished run's trace is" if other.suffix == ".parquet" else "a run that goes on has"
+        raise TraceError(f"{path}: there is no such file" + (f"; {closed} {other}" if other.exists() else ""))
     try:
         table, truncated = _read_stream(path) if path.suffix == ".arrow" else (pq.read_table(path), False)
     except (pa.ArrowException, OSError) as error:

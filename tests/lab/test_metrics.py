@@ -8,7 +8,7 @@ import pytest
 
 from gnmr import Controller, Policy, RunError
 from gnmr.lab import runs
-from gnmr.lab.metrics import aggregate, diverged, global_norms, measure_run, paired_differences, spike_score
+from gnmr.lab.metrics import aggregate, diverged, global_norms, measure_run, spike_score
 from gnmr.trace import TraceWriter, read_trace
 from gnmr.triggers import Fixed
 
@@ -77,19 +77,6 @@ def test_aggregates():
     assert aggregate([5.0]) == {"mean": 5.0, "se": None, "per_seed": [5.0]}
     assert aggregate([None, None]) == {"mean": None, "se": None, "per_seed": [None, None]}
     assert json.loads(json.dumps(aggregate([1.0, float("inf")]), allow_nan=False))["mean"] == "inf"
-
-
-def test_differences_are_paired_by_seed():
-    def row(arm, values):
-        return {"arm": arm, "metrics": {"eval_loss": aggregate(values)}}
-
-    rows = [row("high", [1.0, 2.0]), row("gnmr", [1.5, 1.9]), row("low", [3.0, 3.0])]
-    found = {(pair["first"], pair["second"]): pair for pair in paired_differences(rows)}
-
-    assert set(found) == {("low", "high"), ("gnmr", "high"), ("gnmr", "low")}
-    assert found["gnmr", "high"]["mean"] == pytest.approx(0.2)
-    assert found["gnmr", "high"]["lower"] == 1
-    assert found["gnmr", "high"]["se"] == pytest.approx(0.3)
 
 
 def test_faults_against_what_ran(tmp_path):

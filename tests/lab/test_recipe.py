@@ -44,7 +44,7 @@ def test_what_is_wrong_is_named_with_the_rule_and_the_fix(override, message):
     with pytest.raises(RecipeError) as error:
         load_recipe("tiny", [override])
 
-    assert "recipe tiny: " in str(error.value)
+    assert str(error.value).startswith("recipe tiny:")
     assert message in str(error.value)
 
 

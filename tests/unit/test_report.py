@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from gnmr import Controller, Policy, RunError, TraceError
-from gnmr.lab.metrics import COLUMNS, aggregate, paired_differences
+from gnmr.lab.metrics import COLUMNS, aggregate
+from gnmr.lab.paired import paired_differences
 from gnmr.report import write_report
 from gnmr.trace import TraceWriter
 from gnmr.triggers import Fixed
@@ -109,6 +110,7 @@ def test_the_page_says_what_the_numbers_say(folder):
     assert f"gnmr minus random: <b>{pair['mean']:+.4f} ± {pair['se']:.4f}</b>" in html
     assert "No trace was recorded for random." in html
     assert "false alarms" in html
+    assert "its matched control random." in html
 
 
 def test_a_file_of_its_own(folder, tmp_path):

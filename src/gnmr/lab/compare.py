@@ -16,7 +16,8 @@ from gnmr._io import write_text
 from gnmr.errors import RunError
 from gnmr.lab import runs
 from gnmr.lab.arms import parse_arm
-from gnmr.lab.metrics import COLUMNS, SPIKE_NOTE, aggregate, measure_run, paired_differences
+from gnmr.lab.metrics import COLUMNS, SPIKE_NOTE, aggregate, measure_run
+from gnmr.lab.paired import paired_differences
 from gnmr.lab.recipe import Recipe
 from gnmr.lab.stabilisers import describe
 from gnmr.lab.tables import write_tables

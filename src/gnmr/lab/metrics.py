@@ -18,7 +18,7 @@ Definitions, where a word could mean several things:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -160,39 +160,6 @@ def aggregate(per_seed: Sequence[float | None]) -> dict[str, Any]:
         "se": None if se is None else runs.number(se),
         "per_seed": [None if value is None else runs.number(value) for value in per_seed],
     }
-
-
-def paired_differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the validation losses of two arms seed by seed, gnmr with each other arm, and low with high.
-
-    Args:
-        rows: of a comparison.
-
-    Returns:
-        For each pair ``first``, ``second``, the ``mean`` of first minus second, its standard error ``se`` (None for one
-        seed), in how many seeds ``first`` is ``lower``, and of how many ``seeds``.
-    """
-    losses = {row["arm"]: row["metrics"]["eval_loss"]["per_seed"] for row in rows}
-    pairs = [("low", "high"), *(("gnmr", arm) for arm in losses if arm != "gnmr")]
-    found = []
-    for first, second in pairs:
-        if not {first, second} <= losses.keys():
-            continue
-        both = zip(losses[first], losses[second], strict=True)
-        gaps = [float(a) - float(b) for a, b in both if a is not None and b is not None]
-        total = aggregate(gaps)
-        lower = sum(gap < 0 for gap in gaps)
-        found.append(
-            {
-                "first": first,
-                "second": second,
-                "mean": total["mean"],
-                "se": total["se"],
-                "lower": lower,
-                "seeds": len(gaps),
-            }
-        )
-    return found
 
 
 _MEASURED = (

@@ -185,7 +185,14 @@ def _validated(where: str, values: Mapping[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"{where}: " + "; ".join(_say(each) for each in error.errors())) from None
+        said = [_say(each) for each in error.errors()]
+        raise RecipeError(f"{where}: " + said[0] if len(said) == 1 else "\n  ".join([f"{where}:", *said])) from None
+
+
+_MISSING = {
+    "paths": f": a section with kind = {' or '.join(map(repr, _PATHS))}, and its settings",
+    "policy": ": a section with max_active, alpha, beta and the other fields of gnmr.Policy",
+}
 
 
 def _say(error: Any) -> str:
@@ -195,7 +202,7 @@ def _say(error: Any) -> str:
         known = _keys_of(sections)
         return f"unknown key {key!r}{_hint(name, known)}; known here: {', '.join(known)}"
     if error["type"] == "missing":
-        return f"{key!r} is missing"
+        return f"{key!r} is missing{_MISSING.get(key, '')}"
     if error["type"] == "value_error":
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
     hint = (

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from gnmr._io import write_json, write_text
+from gnmr.lab.paired import verdicts
 
 _TERMINAL = (
     "perplexity",
@@ -89,15 +90,15 @@ def as_csv(comparison: Mapping[str, Any]) -> str:
 
 
 def differences(comparison: Mapping[str, Any]) -> list[str]:
-    """Say in words how the arms differ in validation loss, seed by seed: below zero, the first is better."""
+    """Say how the arms differ in validation loss, seed by seed (below zero, the first is better), and what follows."""
     lines = []
     for pair in comparison["differences"]:
         spread = "" if pair["se"] is None else f" ± {float(pair['se']):.4f}"
         lines.append(
             f"- {pair['first']} minus {pair['second']}: {float(pair['mean']):+.4f}{spread} validation loss, lower in "
-            f"{pair['lower']} of {pair['seeds']} seeds"
+            f"{pair['lower']} of {pair['seeds']} seeds (sign test p = {pair['p']:.2g})"
         )
-    return lines
+    return [*lines, *(f"- {line}" for line in verdicts(comparison))]
 
 
 def machine(comparison: Mapping[str, Any]) -> str:

@@ -99,6 +99,7 @@ def train_arm(
             say(f"{folder} is finished already")
             return runs.read_json(folder / runs.RESULT)
         torch.set_num_threads(recipe.run.threads)
+        say(f"{arm}, seed {seed}: reading {recipe.data.name}, then {recipe.run.steps} steps")
         corpus = load_corpus(recipe, seed)
         settings = {name: SETTINGS[name] for name in chosen.stabilisers}
         facts = {**environment(), "data": corpus.facts, "arm": arm, "seed": seed, "stabilisers": settings}

@@ -89,5 +89,5 @@ def get_format(name: str | Format) -> Format:
     if name not in FORMATS:
         close = difflib.get_close_matches(str(name).lower(), FORMATS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown number format {name!r}{hint} Known formats: {', '.join(FORMATS)}")
+        raise ValueError(f"unknown number format {name!r}{hint}; known formats: {', '.join(FORMATS)}")
     return FORMATS[name]

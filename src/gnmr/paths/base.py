@@ -7,7 +7,7 @@ of one step and the forward of the next, so a backend may rely on its plan being
 micro-batches of a step and for the recompute of activation checkpointing.
 
 Most backends replace the forward of a unit's linear operators. They subclass :class:`OperatorPaths`,
-which installs, counts and restores, and write two methods. A complete backend that stores nothing new and
+which installs, counts and restores, and write three methods. A complete backend that stores nothing new and
 rounds the input of a unit on its low path:
 
     >>> import torch
@@ -18,6 +18,19 @@ rounds the input of a unit on its low path:
     ...
     ...     def high(self, operator, x):
     ...         return operator.plain(x)
+    ...
+    ...     def held_bytes(self):
+    ...         return np.zeros((2, len(self.units)), dtype=np.int64)
+
+It runs in a guard as the packaged ones do:
+
+    >>> import gnmr
+    >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(8, 8)})])})
+    >>> with gnmr.Guard(model, RoundedInput(), gnmr.Policy(max_active=1)) as guard:
+    ...     model["layers"][0]["q_proj"](torch.ones(2, 8)).sum().backward()
+    ...     decision = guard.step()
+    >>> guard.active
+    ()
 """
 
 from abc import ABC, abstractmethod

@@ -261,6 +261,6 @@ def _nothing_matches(
     close = difflib.get_close_matches(include[0], names, n=1) if include else []
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return (
-        f"no linear operator matches {asked}{hint} The model's linears are: {', '.join(names[:20])}. "
+        f"no linear operator matches {asked}{hint}. The model's linears are: {', '.join(names[:20])}. "
         "Name the ones to watch with include=[...] or filter_fn."
     )

@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.lab.paired import verdicts
 from gnmr.report.data import RunData
 
 _FINE = ("loss_spikes", "grad_spikes")
 _SCALES = {"%": 100.0, "ms": 1000.0, "MiB": 2.0**-20}
-
-# Student's t, 97.5 %, by degrees of freedom; beyond ten the last one is close and errs on the careful side.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 def result_table(comparison: Mapping[str, Any]) -> str:
@@ -43,10 +41,14 @@ def findings(comparison: Mapping[str, Any]) -> str:
     if finite:
         best = min(finite, key=finite.__getitem__)
         items.append(f"Lowest mean validation loss: <b>{escape(best)}</b>, {finite[best]:.4f}.")
-    items += [_difference(pair) for pair in comparison["differences"]]
+    items += [escape(line) for line in verdicts(comparison)]
+    pairs = [_difference(pair) for pair in comparison["differences"]]
     return (
-        "<h3>Differences in validation loss, paired by seed (below zero, the first is better)</h3>"
+        "<h3>When does it help?</h3><p class=note>Of this comparison alone. Two arms are told apart where the 95 % "
+        "interval of their paired differences excludes zero.</p>"
         f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+        "<h3>Differences in validation loss, paired by seed (below zero, the first is better)</h3>"
+        f"<ul>{''.join(f'<li>{pair}</li>' for pair in pairs)}</ul>"
     )
 
 
@@ -128,10 +130,8 @@ def _difference(pair: Mapping[str, Any]) -> str:
     mean, seeds = float(pair["mean"]), pair["seeds"]
     if pair["se"] is None:
         return f"{label}: {mean:+.4f}, in the only seed."
-    error = float(pair["se"])
-    half = _T[min(seeds - 1, len(_T)) - 1] * error
-    verdict = "excludes" if abs(mean) > half else "includes"
+    low, high = (float(end) for end in pair["interval"])
     return (
-        f"{label}: <b>{mean:+.4f} ± {error:.4f}</b>, below zero in {pair['lower']} of {seeds} seeds; the 95 % interval "
-        f"(Student's t) {verdict} zero."
+        f"{label}: <b>{mean:+.4f} ± {float(pair['se']):.4f}</b>, below zero in {pair['lower']} of {seeds} seeds (sign "
+        f"test p = {pair['p']:.2g}); 95 % interval {low:+.4f} to {high:+.4f}."
     )
