@@ -18,6 +18,7 @@ import copy
 import logging
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -130,6 +131,8 @@ class Guard:
         self.monitor_only = monitor_only
         self.ledger = Ledger(names)
         self.events: list[dict[str, Any]] = []
+        self.step_seconds = 0.0
+        """How long the last :meth:`step` took, the wait for the gradients on an accelerator included."""
         self._group = default_group() if process_group is None else process_group
         self._monitor = Monitor(model, self.units, self._group)
         self._plan = np.zeros(len(names), dtype=np.bool_)
@@ -192,6 +195,15 @@ class Guard:
             gnmr.GuardError: no unit has a gradient.
             gnmr.PathError: the forward did not run on the planned paths.
         """
+        began = time.perf_counter()
+        try:
+            return self._step(scaler, optimizer)
+        finally:
+            self.step_seconds = time.perf_counter() - began
+
+    def _step(
+        self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None
+    ) -> Decision | None:
         if self._group is None and not self._fresh:
             return self._not_fresh(self._monitor.has_gradient())
         if scaler is not None and not scaler.is_enabled():
@@ -345,7 +357,7 @@ class Guard:
             "guard.step() was called again without a new backward: nothing was done. Call it once a step, after "
             "the last backward",
             GnmrWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return None if self._last is None else self._last[1]
 
