@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from gnmr import find_units
 from gnmr._io import write_json, write_text
-from gnmr.errors import RunError
+from gnmr.errors import RecipeError, RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
 from gnmr.lab import runs
 from gnmr.lab.arms import Arm, make_trigger, parse_arm
@@ -83,6 +83,7 @@ def train_arm(
         gnmr.lab.train.InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     chosen = parse_arm(arm)
+    _check_variant(recipe, chosen)
     transformers_logging.disable_progress_bar()
     with runs.claimed(folder), runs.kept_on_failure(folder):
         checkpoint = _prepare(recipe, arm, seed, folder, resume=resume, overwrite=overwrite)
@@ -243,16 +244,26 @@ def check_same(recipe: Recipe, arm: str, seed: int, folder: Path) -> None:
         began = runs.read_json(facts)
         if (began["arm"], began["seed"]) != (arm, seed):
             raise RunError(f"{folder} holds arm {began['arm']!r} with seed {began['seed']}: {then}")
-    # The other arms and seeds of a comparison are no business of this run.
-    before, after = (
-        _flat(each.model_dump(mode="json", exclude={"arms": True, "description": True, "run": {"seeds"}}))
-        for each in (load_recipe(folder / runs.RECIPE), recipe)
-    )
+    variant = parse_arm(arm).variant
+    before, after = (_flat(_of_this_run(each, variant)) for each in (load_recipe(folder / runs.RECIPE), recipe))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             raise RunError(
                 f"{folder} was begun with {key} = {before.get(key)!r}, and the recipe says {after.get(key)!r}: {then}"
             )
+
+
+def _of_this_run(recipe: Recipe, variant: str | None) -> dict[str, Any]:
+    """Leave out what is no business of a run: the other arms, variants and seeds of a comparison."""
+    others = {"arms": True, "description": True, "variants": True, "run": {"seeds"}}
+    return {**recipe.model_dump(mode="json", exclude=others), "variant": recipe.variants.get(variant or "")}
+
+
+def _check_variant(recipe: Recipe, arm: Arm) -> None:
+    try:
+        recipe.check_variant(arm.variant)
+    except ValueError as error:
+        raise RecipeError(f"arm {arm.name!r}: {error}") from None
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
@@ -287,8 +298,8 @@ def _make_trainer(recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Cor
     trainer.recorder = recorder
     trainer.guard_callback = GuardCallback(
         trainer,
-        _paths(recipe, seed, folder, model),
-        recipe.make_policy(),
+        _paths(recipe, arm, seed, folder, model),
+        recipe.make_policy(arm.variant),
         trigger=make_trigger(arm, seed, folder),
         record=folder / runs.TRACE,
         header={"arm": arm.name, "seed": seed, "recipe": recipe.name},
@@ -339,11 +350,11 @@ def _units(recipe: Recipe) -> dict[str, Any]:
     return recipe.units.model_dump()
 
 
-def _paths(recipe: Recipe, seed: int, folder: Path, model: Any) -> Any:
-    paths, stress = recipe.make_paths(seed), recipe.stress
+def _paths(recipe: Recipe, arm: Arm, seed: int, folder: Path, model: Any) -> Any:
+    paths, stress = recipe.make_paths(seed, exact=arm.exact), recipe.stress
     if stress is None:
         return paths
-    paths.faults = schedule(
+    faults = schedule(
         n_units=len(find_units(model, **_units(recipe))),
         steps=recipe.run.steps,
         first_step=stress.first_step,
@@ -351,7 +362,9 @@ def _paths(recipe: Recipe, seed: int, folder: Path, model: Any) -> Any:
         duration=stress.duration,
         seed=seed,
     )
-    write_json(folder / runs.FAULTS, [fault._asdict() for fault in paths.faults])
+    write_json(folder / runs.FAULTS, [fault._asdict() for fault in faults])
+    if not arm.exact:
+        paths.faults = faults
     return paths
 
 
