@@ -1,8 +1,8 @@
 """Arms: what decides which units are on the recovery path, and what it is matched to.
 
 An arm is written ``trigger[:variant][@reference]``. A variant is one of the recipe's policies: ``gnmr:NAME`` runs with
-what the section ``[variants.NAME]`` has in place of ``[policy]``'s. An arm with a reference makes as many units active at each step
-as the reference's run of the same seed did, so that the two differ in the choice alone::
+what the section ``[variants.NAME]`` has in place of ``[policy]``'s. An arm with a reference makes as many units active
+at each step as the reference's run of the same seed did, so that the two differ in the choice alone::
 
     random@gnmr    as many units at the same steps as the arm gnmr, drawn at random ("random" is short for it)
     norm@gnmr      likewise, those of the largest gradient norm
@@ -94,8 +94,8 @@ def parse_arm(name: str) -> Arm:
         raise RecipeError(f"arm {name!r} cannot be matched like this: {_matched()} are, to an arm that is not matched")
     if colon and (trigger in STATIC or not re.match(VARIANT, variant)):
         raise RecipeError(
-            f"arm {name!r} has no such variant: it is written TRIGGER:NAME, with the name of a section [variants.NAME], "
-            f"and {', '.join(STATIC)} have none"
+            f"arm {name!r} is no variant: it is written TRIGGER:NAME, with the name of a section [variants.NAME]; "
+            f"{', '.join(STATIC)} have none"
         )
     if trigger == "random" and not at:
         reference = "gnmr"

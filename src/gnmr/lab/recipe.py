@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 import tomli_w
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from gnmr import Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
@@ -47,7 +47,7 @@ class Recipe(Section):
     units: Units = Units()
     paths: dict[str, Any]
     policy: dict[str, Any]
-    variants: dict[VariantName, dict[str, Any]] = {}
+    variants: dict[VariantName, dict[str, Any]] = Field(default_factory=dict)
     run: Run = Run()
     stress: Stress | None = None
     arms: tuple[ArmName, ...] = DEFAULT

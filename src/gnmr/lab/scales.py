@@ -102,8 +102,8 @@ def _scaled(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     found = merged(values, changes)
     layers = _ratio(found, values, "model", "num_hidden_layers", Model.model_fields["num_hidden_layers"].default)
     steps = _ratio(found, values, "run", "steps", Run.model_fields["steps"].default)
-    for policy in ("policy", *(("variants", name) for name in values.get("variants", {}))):
-        path = (policy,) if isinstance(policy, str) else policy
+    policies: list[tuple[str, ...]] = [("policy",), *(("variants", name) for name in values.get("variants", {}))]
+    for path in policies:
         found = _keep_share(found, path, "max_active", layers)
         found = _keep_share(found, path, "warmup_steps", steps)
     return found

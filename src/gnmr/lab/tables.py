@@ -38,7 +38,9 @@ def write_tables(comparison: Mapping[str, Any], folder: Path) -> None:
 
 def as_rich(comparison: Mapping[str, Any]) -> Table:
     """Return the table for a terminal: metrics down, arms across."""
-    table = Table(title=f"{comparison['recipe']['name']}: means over {_seeds(comparison)}", title_justify="left")
+    recipe = comparison["recipe"]
+    scale = f" at scale {recipe['scale']}" if recipe["scale"] else ""
+    table = Table(title=f"{recipe['name']}{scale}: means over {_seeds(comparison)}", title_justify="left")
     table.add_column("", no_wrap=True)
     for row in comparison["rows"]:
         table.add_column(row["arm"], justify="right", no_wrap=True)

@@ -255,7 +255,7 @@ def check_same(recipe: Recipe, arm: str, seed: int, folder: Path) -> None:
 
 def _of_this_run(recipe: Recipe, variant: str | None) -> dict[str, Any]:
     """Leave out what is no business of a run: the other arms, variants and seeds of a comparison."""
-    others = {"arms": True, "description": True, "variants": True, "run": {"seeds"}}
+    others: Any = {"arms": True, "description": True, "variants": True, "run": {"seeds"}}
     return {**recipe.model_dump(mode="json", exclude=others), "variant": recipe.variants.get(variant or "")}
 
 
