@@ -17,8 +17,8 @@ from gnmr.lab.tables import write_tables
 from gnmr.lab.train import check_same, train_arm
 from gnmr.trace import read_trace
 
-# Forty steps are the fewest in which a fortieth is one.
-FEW = ("run.steps=40", "run.eval_every=20", "run.batch_size=2", "data.sequence_length=16", "data.eval_sequences=4")
+SHORT = ["run.steps=10", "policy.alpha=1.05", "run.eval_every=5"]
+FEW = ("run.eval_every=20", "run.batch_size=2", "data.sequence_length=16", "data.eval_sequences=4")
 
 
 def gnmr(*arguments):
@@ -27,16 +27,17 @@ def gnmr(*arguments):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, text):
-    """Runs of three recipes at scale tiny, cut short, and the comparison of each, as `gnmr compare` leaves them."""
+    """Runs of four recipes at scale tiny, cut short, and the comparison of each, as `gnmr compare` leaves them."""
     root = tmp_path_factory.mktemp("runs")
     recipes = {}
-    for name, arms in (
-        ("paper/a-60m", ["low", "exact", "gnmr", "gnmr:alpha2"]),
-        ("paper/b-8-16-130m", ["gnmr", "random"]),
-        ("paper/ablation-max-active", ["gnmr:sixth", "gnmr:half", "random@gnmr:sixth"]),
-        ("paper/ablation-thresholds", ["gnmr:low-throughout"]),
+    for name, arms, own in (
+        ("paper/a-60m", ["low", "exact", "gnmr:alpha2"], ["run.steps=8"]),
+        # The first fortieth of a two-stage threshold needs forty steps.
+        ("paper/b-8-16-130m", ["gnmr"], ["run.steps=40", "model.num_hidden_layers=2"]),
+        ("paper/ablation-max-active", ["gnmr:sixth", "gnmr:half", "random@gnmr:sixth"], SHORT),
+        ("paper/ablation-thresholds", ["gnmr:high-throughout"], SHORT),
     ):
-        given = [f"data.name={text}", *FEW, "run.seeds=[0]", f"arms={arms}"]
+        given = [*FEW, *own, f"data.name={text}", "run.seeds=[0]", f"arms={arms}"]
         recipe = recipes[name] = load_recipe(name, given, "tiny")
         folder = root / recipe.folder
         with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +67,7 @@ def test_exact_is_the_model_without_casts(compared):
 
     assert exact["held_bytes_units"] > 2 * low["held_bytes_units"]  # BF16 against 4 bits and a scale a token
     assert exact["eval_loss"] != low["eval_loss"]
-    assert load_recipe("demo").make_paths(exact=True).formats == ((None, None), (None, None))
+    assert load_recipe("demo").make_paths(exact=True).formats == (None, None)
 
 
 def test_variants_run_their_own_policies(compared):
@@ -89,6 +90,17 @@ def test_variants_run_their_own_policies(compared):
         else:
             with pytest.raises(RunError, match=r"begun with variant.max_active = 1, and the recipe says 2"):
                 check_same(other, "gnmr:sixth", 0, folder / "gnmr.sixth-s0")
+
+
+def test_two_stages_and_a_single_one(compared):
+    root, _ = compared
+    two = read_trace(root / "paper/b-8-16-130m/tiny/gnmr-s0/trace.parquet")
+    one = read_trace(root / "paper/ablation-thresholds/tiny/gnmr.high-throughout-s0/trace.parquet")
+
+    assert two.policy.alpha == ((1, 1.5), (2, 1.1))
+    assert two.policy.beta is None
+    assert two.units == ["model.layers.0", "model.layers.1"]
+    assert one.policy.alpha == 1.5
 
 
 def test_a_variant_that_the_recipe_lacks_is_named(tmp_path):
@@ -159,7 +171,7 @@ def test_a_share_of_the_run_is_the_evaluation_there(compared):
     root, _ = compared
     head, body = lines(table("6"), finished(root))
     rows = runs.read_metrics(root / "paper/ablation-max-active/tiny/gnmr.half-s0/metrics.jsonl")
-    middle = next(row["eval_perplexity"] for row in rows if row["step"] == 20 and "eval_loss" in row)
+    middle = next(row["eval_perplexity"] for row in rows if row["step"] == 5 and "eval_loss" in row)
     found = {line[1]: line[head.index("ours, TINY scale")] for line in body if line[0] == "maxO 6 of 12"}
 
     assert found["1.3B tokens"] == f"{middle:.2f}"
@@ -218,4 +230,5 @@ def test_without_a_network_the_tokenizer_is_named(tmp_path, monkeypatch):
         train_arm(load_recipe("paper/a-60m"), "gnmr", 0, tmp_path / "gnmr-s0", say=lambda line: None)
 
     assert "data.tokenizer = 'hf-internal-testing/llama-tokenizer'" in str(error.value)
-    assert "cannot" in str(error.value)
+    assert "without a network, name a folder that holds it" in str(error.value)
+    assert "\n" not in str(error.value)
