@@ -317,7 +317,7 @@ def _arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
         output_dir=str(folder),
         max_steps=run.steps,
         per_device_train_batch_size=run.batch_size,
-        per_device_eval_batch_size=run.batch_size * 8,
+        per_device_eval_batch_size=_eval_batch(recipe),
         gradient_accumulation_steps=run.gradient_accumulation,
         learning_rate=optimizer.lr,
         adam_beta1=optimizer.beta1,
@@ -344,6 +344,12 @@ def _arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
         bf16=run.bf16_autocast,
         use_cpu=not torch.cuda.is_available(),
     )
+
+
+def _eval_batch(recipe: Recipe) -> int:
+    """Return how many sequences are evaluated at once: no backward, but logits of a vocabulary for every token."""
+    batch = recipe.run.batch_size
+    return min(8 * batch, max(batch, 16384 // recipe.data.sequence_length))
 
 
 def _units(recipe: Recipe) -> dict[str, Any]:
