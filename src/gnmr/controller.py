@@ -52,7 +52,7 @@ class Decision(NamedTuple):
     step: Array  # int64: 1-based number of the step whose gradients were read
     gnmr: Array  # float64: n / (A + eps)
     delta_gnmr: Array  # float64: GNMR / (mean(Q) + eps)
-    risk: Array  # float64: max(GNMR / α, ΔGNMR / β)
+    risk: Array  # float64: max(GNMR / α, ΔGNMR / β), or the score of another trigger
     exceeds: Array  # bool: risk > 1
     active: Array  # bool: on the recovery path at step ``step + 1``
     lock: Array  # int32
@@ -90,7 +90,9 @@ def init(policy: Policy, n_units: int, xp: ModuleType = np, device: Any = None) 
     )
 
 
-def update(policy: Policy, state: State, norms: Array, observed: Array | None = None) -> tuple[State, Decision]:
+def update(
+    policy: Policy, state: State, norms: Array, observed: Array | None = None, score: Array | None = None
+) -> tuple[State, Decision]:
     """Read the gradients of one step and decide the paths of the next.
 
     Args:
@@ -99,6 +101,8 @@ def update(policy: Policy, state: State, norms: Array, observed: Array | None = 
         norms: (N,) float64, L2 norms of the true gradient: accumulated over micro-batches, reduced
             over ranks, unscaled, not clipped.
         observed: (N,) bool, False where the unit got no gradient this step; ``None``: all were.
+        score: (N,) float64, another trigger's risk in units of its threshold, under the same budget and locks; NaN is
+            no risk. ``None``: the paper's.
 
     Returns:
         The next state and the :class:`Decision`.
@@ -122,7 +126,11 @@ def update(policy: Policy, state: State, norms: Array, observed: Array | None = 
     usual /= policy.window
     usual += policy.eps
     delta = _where(xp, ready & (state.count >= policy.window), gnmr / usual, silent)
-    risk = _where(xp, observed, _risk(xp, policy, step, gnmr, delta), 0 * one)
+    if score is None:
+        risk = _risk(xp, policy, step, gnmr, delta)
+    else:
+        risk = _where(xp, nonfinite, infinite, _where(xp, xp.isnan(score), 0 * one, score))
+    risk = _where(xp, observed, risk, 0 * one)
     absorbed = _absorb(xp, policy, state, norms, gnmr, ready & ~global_fault)
 
     # Algorithm 2
@@ -304,17 +312,33 @@ class Controller:
         """How many steps have been seen (a host sync on an accelerator)."""
         return int(self.state.step)
 
-    def update(self, norms: Array, observed: Array | None = None) -> Decision:
+    needs: str | None = None
+    """The signal that a trigger reads beside the norms: a key of :data:`gnmr.pytorch.signals.SIGNALS`."""
+
+    def score(self, norms: Array, observed: Array | None, signal: Array | None) -> Array | None:
+        """Return a trigger's (N,) risk in units of its threshold; None is the paper's."""
+        return None
+
+    def update(self, norms: Array, observed: Array | None = None, signal: Array | None = None) -> Decision:
         """Read the norms of one step; see :func:`update`. Lists are taken as NumPy arrays.
 
+        Args:
+            norms: (N,).
+            observed: (N,) bool, or None.
+            signal: (N,) what the trigger :attr:`needs` beside; NaN where it is not known.
+
         Raises:
-            ValueError: a wrong shape, or (on NumPy, where looking costs no sync) a negative norm.
+            ValueError: a wrong shape, a signal that is missing, or (on NumPy, where looking costs no sync) a
+                negative norm.
         """
+        if self.needs is not None and signal is None:
+            raise ValueError(f"{type(self).__name__} needs the signal {self.needs!r} at every update")
         if self._xp is np:
             norms = np.asarray(norms, dtype=np.float64)
             observed = None if observed is None else np.asarray(observed, dtype=np.bool_)
+            signal = None if signal is None else np.asarray(signal, dtype=np.float64)
         shape = (len(self.units),)
-        for name, value in (("norms", norms), ("observed", observed)):
+        for name, value in (("norms", norms), ("observed", observed), ("signal", signal)):
             if value is not None and tuple(value.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
         if self._xp is np:
@@ -322,11 +346,12 @@ class Controller:
                 worst = int(np.nanargmin(norms))
                 raise ValueError(f"norms must be >= 0, got {norms[worst]} for unit {self.units[worst]!r}")
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                return self._decide(norms, observed)
-        return self._decide(norms, observed)
+                return self._decide(norms, observed, signal)
+        return self._decide(norms, observed, signal)
 
-    def _decide(self, norms: Array, observed: Array | None) -> Decision:
-        self.state, decision = update(self.policy, self.state, norms, observed)
+    def _decide(self, norms: Array, observed: Array | None, signal: Array | None) -> Decision:
+        score = self.score(norms, observed, signal)
+        self.state, decision = update(self.policy, self.state, norms, observed, score)
         return decision
 
     def state_dict(self) -> dict[str, Any]:

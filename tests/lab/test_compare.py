@@ -1,6 +1,7 @@
 """A comparison: every run in a process of its own, one table from what they left."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -9,12 +10,13 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from gnmr import RunError
 from gnmr.cli.main import app
 from gnmr.lab.compare import compare_arms
-from gnmr.lab.tables import as_markdown
+from gnmr.lab.tables import as_markdown, as_rich
 from gnmr.trace import read_trace
 
 pytestmark = pytest.mark.slow
@@ -49,7 +51,22 @@ def test_the_table_has_every_arm_and_is_written_three_times(finished):
     assert float(lines[1]["perplexity"]) == metrics["gnmr"]["perplexity"]["mean"]
     assert (folder / "comparison.md").read_text() == as_markdown(comparison)
     assert "gnmr minus random" in as_markdown(comparison)
+    assert "as in OLMo 2 (arXiv 2501.00656)" in as_markdown(comparison)
     assert heard[-1][0] == heard[-1][1] == 18
+
+
+def test_arms_that_do_not_fit_beside_the_others_stand_below(finished):
+    _, _, comparison, _ = finished
+    row = comparison["rows"][0]
+    names = ["low", "gnmr", "low+stable-spam", "random@gnmr+stable-spam", "norm@gnmr+stable-spam"]
+    many = {**comparison, "rows": [{**row, "arm": name} for name in names]}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(as_rich(many))
+    text = console.export_text()
+
+    assert all(name in text for name in names)
+    assert "…" not in text
+    assert text.count("validation perplexity") == 2
 
 
 def test_random_followed_its_reference(finished):

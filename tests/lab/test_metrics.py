@@ -1,25 +1,61 @@
 """The figures of the table, by hand."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
-from gnmr import Policy, RunError
+from gnmr import Controller, Policy, RunError
 from gnmr.lab import runs
-from gnmr.lab.metrics import aggregate, count_spikes, diverged, measure_run, paired_differences
-from gnmr.trace import TraceWriter
+from gnmr.lab.metrics import aggregate, diverged, global_norms, measure_run, paired_differences, spike_score
+from gnmr.trace import TraceWriter, read_trace
 from gnmr.triggers import Fixed
 
+CALM = [2.0 + 0.01 * (i % 3) for i in range(40)]  # a standard deviation of 0.0082
 
-def test_spikes():
-    calm = [2.0 + 0.01 * (i % 3) for i in range(40)]
 
-    assert count_spikes(calm) == 0
-    assert count_spikes([*calm, 5.0, 4.0, 2.0, 2.0]) == 1
-    assert count_spikes([*calm, 5.0, *calm, 9.0]) == 2
-    assert count_spikes([*calm, float("nan"), float("nan")]) == 1
-    assert count_spikes([9.0, 1.0]) == 0  # too short to know what is usual
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (CALM, 0.0),
+        ([*CALM, 2.01 + 6.8 * 0.0082], 0.0),
+        ([*CALM, 2.01 + 7.2 * 0.0082], 1 / 21),
+        ([*CALM, 2.01 - 7.2 * 0.0082], 1 / 21),  # away means either way
+        ([*CALM, 5.0, *CALM[1:]], 1 / 60),  # what follows is judged with the spike among it
+        ([*CALM, math.nan, math.inf, 2.0], 2 / 23),  # not finite: a spike, and in no average
+        ([1.0] * 25, 0.0),
+        ([math.nan, *CALM[:5]], 1.0),
+        (CALM[:20], None),  # none of them has enough before it
+    ],
+)
+def test_the_spike_score(values, expected):
+    assert spike_score(values) == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_window_of_a_spike_score_is_a_tenth_of_the_run_and_at_most_a_thousand_values():
+    noise = np.random.default_rng(0).normal(scale=0.01, size=12_000)
+    falling = np.linspace(6.0, 2.0, 600) + noise[:600]
+    falling[400] += 1.5  # seen over 60 values; over all of those before it, the fall would hide it
+    assert spike_score(falling.tolist()) == 1 / 580
+    assert falling[400] < falling[:400].mean() + 7 * falling[:400].std()
+
+    steps = noise + np.repeat([0.0, 1.0], [10_500, 1_500])
+    steps[11_600] += 0.5  # with the last 1000 values, the jump at 10,500 is past
+    found = round(spike_score(steps.tolist()) * (12_000 - 20))
+    one_less = steps.copy()
+    one_less[11_600] -= 0.5
+    assert found - round(spike_score(one_less.tolist()) * (12_000 - 20)) == 1
+
+
+def test_the_global_norm_is_over_the_units_that_were_observed(tmp_path):
+    controller = Controller(3, Policy(max_active=1), ["a", "b", "c"])
+    header = {"policy": controller.policy.to_dict(), "units": ["a", "b", "c"], "trigger": "gnmr"}
+    with TraceWriter(tmp_path / "trace.arrow", header) as writer:
+        for norms, observed in (([3.0, 4.0, 9.0], [True, True, False]), ([np.inf, 4.0, 0.0], [True, True, True])):
+            writer.write(np.array(norms), np.array(observed), controller.update(norms, observed))
+
+    assert global_norms(read_trace(tmp_path / "trace.parquet")) == [5.0, np.inf]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +113,7 @@ def test_faults_against_what_ran(tmp_path):
     assert found["fault_coverage"] == pytest.approx(2 / 3)
     assert found["false_alarms"] == pytest.approx(1 / 3)
     assert found["diverged"] == 0.0
+    assert found["loss_spikes"] is None  # too short
 
 
 def test_metrics_survive_a_cut_line_and_name_a_damaged_one(tmp_path):

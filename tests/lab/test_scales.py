@@ -45,7 +45,7 @@ def test_a_scale_changes_sizes_and_tokens_only(name, scale):
             assert after[key] >= 1
             assert abs(after[key] - before[key] * layers) <= 0.5 or after[key] == 1
         if key.endswith(".warmup_steps"):
-            assert abs(after[key] - before[key] * scaled.run.steps / as_printed.run.steps) <= 0.5 or after[key] == 1
+            assert abs(after[key] - before[key] * scaled.run.steps / as_printed.run.steps) <= 0.5 or after[key] == 2
 
 
 @pytest.mark.parametrize("name", PAPER)

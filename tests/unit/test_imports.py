@@ -31,7 +31,7 @@ PUBLIC_TO_LAB = {
         "gnmr.policy",
         "gnmr.integrations",
     ),
-    *("gnmr.paths.base", "gnmr.pytorch.units", "gnmr.pytorch.measure"),
+    *("gnmr.paths.base", "gnmr.pytorch.units", "gnmr.pytorch.measure", "gnmr.pytorch.gaps", "gnmr.pytorch.signals"),
     *("gnmr.lab", "gnmr.report", "gnmr._io"),
 }
 NAMES = {

@@ -77,6 +77,7 @@ def make_folder(folder):
         "columns": [vars(column) for column in COLUMNS],
         "rows": rows,
         "differences": paired_differences(rows),
+        "notes": ["what a <b>spike</b> is"],
     }
     (folder / "comparison.json").write_text(json.dumps(comparison))
     return folder
@@ -91,6 +92,7 @@ def test_names_are_escaped_everywhere(folder):
     assert "<i>name</i>" not in mine
     assert "<u>value</u>" not in mine
     assert "a &lt;i&gt;name&lt;/i&gt;" in mine
+    assert "what a &lt;b&gt;spike&lt;/b&gt; is" in mine
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in mine
 
 

@@ -13,7 +13,7 @@ def compare(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe's name, or a TOML file.")],
     overrides: Overrides = None,
     scale: ScaleOption = None,
-    arms: Annotated[str | None, typer.Option(help="Some of the arms: high,low,gnmr.")] = None,
+    arms: Annotated[str | None, typer.Option(help="These arms: high,low+zclip,gnmr.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from 0 on.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the runs in the folder first.")] = False,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gnmr.cli.audit import audit
 from gnmr.cli.compare import compare
 from gnmr.cli.recipes import recipes
 from gnmr.cli.replay import replay
@@ -62,5 +63,5 @@ def _plainly(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for _command in (train, compare, replay, report, recipes, tables):
+for _command in (train, compare, audit, replay, report, recipes, tables):
     app.command()(_plainly(_command))

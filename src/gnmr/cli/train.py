@@ -21,7 +21,8 @@ def train(
     arm: Annotated[
         str,
         typer.Option(
-            help="high, low, exact, gnmr, random, always, norm; gnmr:VARIANT; or matched to another: norm@gnmr."
+            help="high, low, exact, edges, gnmr, random, always, norm; a variant: gnmr:NAME; one matched: norm@gnmr; "
+            "one steadied: low+zclip."
         ),
     ] = "gnmr",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, data order, faults and draws.")] = 0,

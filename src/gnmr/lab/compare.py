@@ -16,8 +16,9 @@ from gnmr._io import write_text
 from gnmr.errors import RunError
 from gnmr.lab import runs
 from gnmr.lab.arms import parse_arm
-from gnmr.lab.metrics import COLUMNS, aggregate, measure_run, paired_differences
+from gnmr.lab.metrics import COLUMNS, SPIKE_NOTE, aggregate, measure_run, paired_differences
 from gnmr.lab.recipe import Recipe
+from gnmr.lab.stabilisers import describe
 from gnmr.lab.tables import write_tables
 
 SCHEMA = 1
@@ -108,6 +109,7 @@ def summarise(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "columns": [vars(column) for column in COLUMNS],
         "rows": rows,
         "differences": paired_differences(rows),
+        "notes": [SPIKE_NOTE, *describe(name for arm in recipe.arms for name in parse_arm(arm).stabilisers)],
     }
 
 

@@ -14,8 +14,9 @@ def environment() -> dict[str, Any]:
     import psutil
     import torch
 
+    packages = ("torch", "transformers", "accelerate", "pytorch-optimizer", "datasets", "tokenizers", "pyarrow")
     return {
-        "versions": versions("torch", "transformers", "accelerate", "datasets", "tokenizers", "pyarrow"),
+        "versions": versions(*packages),
         "revision": _revision(),
         "machine": {
             "cpu": _cpu(),

@@ -7,8 +7,12 @@ Definitions, where a word could mean several things:
 - *hit-maxO*: steps whose active set was full (paper, Table 11).
 - *diverged*: a training or validation loss was not finite, or the last validation loss is above that of guessing
   uniformly, ln(vocabulary).
-- *loss spike*: a logged loss more than 5 standard deviations above the mean of the 20 logged before it; neighbours
-  count as one.
+- *spike score* of the losses and of the gradient norms: the share of the values that are at least 7 standard deviations
+  away from the average of the last 1000 values before them (OLMo 2, arXiv 2501.00656, paragraph "Spike score"). In a
+  run of fewer than 10,000 values the window is a tenth of the run, at least 20 values, so that the fall of the loss
+  itself does not hide a spike. A value with fewer than 20 before it is not judged; one that is not finite is a spike,
+  and in no average.
+- *gradient norm*: the L2 norm over all units of the gradients as they came, before any clipping.
 - *coverage*: faulty unit-steps that ran on the recovery path. *False alarms*: unit-steps on the recovery path that
   were not faulty.
 """
@@ -48,7 +52,8 @@ COLUMNS = (
     Column("perplexity", "validation perplexity", better="lower"),
     Column("eval_loss", "validation loss", better="lower"),
     Column("diverged", "diverged runs", better="lower"),
-    Column("loss_spikes", "loss spikes", better="lower"),
+    Column("loss_spikes", "loss spike score", "%", better="lower"),
+    Column("grad_spikes", "gradient spike score", "%", better="lower"),
     Column("promotion_ratio", "promotion ratio", "%"),
     Column("exceeds_gnmr", "GNMR > α", "%"),
     Column("exceeds_delta", "ΔGNMR > β", "%"),
@@ -63,7 +68,14 @@ COLUMNS = (
 )
 """Every column, in the order of the table."""
 
-SPIKE_WINDOW, SPIKE_SIGMAS = 20, 5.0
+SPIKE_WINDOW, SPIKE_SHARE, SPIKE_LEAST, SPIKE_SIGMAS = 1000, 10, 20, 7.0
+"""The window of a spike score in values, the share of the run that it may be, its least size; the deviations."""
+
+SPIKE_NOTE = (
+    "Spike score: share of values at least 7 standard deviations away from the rolling average before them, as in "
+    "OLMo 2 (arXiv 2501.00656); the window is a tenth of the run, 20 to 1000 values."
+)
+"""What a table says of its spike scores."""
 
 Values = dict[str, float | None]
 
@@ -86,7 +98,8 @@ def measure_run(folder: Path, vocab_size: int | None = None) -> Values:
     return {
         **measured,
         "diverged": float(diverged(losses, evaluations, vocab_size)),
-        "loss_spikes": float(count_spikes(losses)),
+        "loss_spikes": spike_score(losses),
+        "grad_spikes": spike_score(global_norms(trace)),
         "promotion_ratio": done.promotion_ratio,
         "exceeds_gnmr": done.exceeds_gnmr,
         "exceeds_delta": done.exceeds_delta,
@@ -102,22 +115,36 @@ def diverged(losses: Sequence[float], evaluations: Sequence[float], vocab_size: 
     return vocab_size is not None and bool(evaluations) and evaluations[-1] > math.log(vocab_size)
 
 
-def count_spikes(losses: Sequence[float]) -> int:
-    """Count loss spikes, as defined above; what is not finite is a spike.
+def spike_score(values: Sequence[float]) -> float | None:
+    """Return the share of spikes, as defined above, among the values that can be judged; None without such.
+
+    Args:
+        values: of a run, one a step or a log line, in order.
 
     Examples:
-        >>> count_spikes([2.0, 2.1] * 15 + [9.0, 8.0] + [2.0, 2.1] * 5)
-        1
+        >>> spike_score([2.0, 2.1] * 10 + [9.0] + [2.0, 2.1, 2.0])
+        0.25
+        >>> spike_score([2.0, 9.0]) is None
+        True
     """
-    count, inside = 0, False
-    for i in range(SPIKE_WINDOW, len(losses)):
-        before = np.array(losses[i - SPIKE_WINDOW : i])
-        before = before[np.isfinite(before)]
-        limit = before.mean() + SPIKE_SIGMAS * before.std() if before.size else math.inf
-        spike = not math.isfinite(losses[i]) or bool(losses[i] > limit)
-        count += spike and not inside
-        inside = spike or (inside and bool(losses[i] > before.mean()))
-    return count
+    series = np.asarray(values, dtype=np.float64)
+    window = min(SPIKE_WINDOW, max(SPIKE_LEAST, len(series) // SPIKE_SHARE))
+    finite = series[np.isfinite(series)]
+    judged = count = len(series) - len(finite)
+    for i in range(SPIKE_LEAST, len(finite)):
+        before = finite[max(0, i - window) : i]
+        away = abs(finite[i] - before.mean())
+        count += bool(away > 0 and away >= SPIKE_SIGMAS * before.std())
+        judged += 1
+    return count / judged if judged else None
+
+
+def global_norms(trace: Trace) -> Sequence[float]:
+    """Return the L2 norm over the units that had a gradient, at each step."""
+    with np.errstate(over="ignore"):  # norms near the largest number overflow to Inf, which is a spike
+        squares = np.where(trace.observed, trace.norm.astype(np.float64), 0.0) ** 2
+    norms: list[float] = np.sqrt(squares.sum(axis=1)).tolist()
+    return norms
 
 
 def aggregate(per_seed: Sequence[float | None]) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from gnmr import Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
-from gnmr.lab.arms import DEFAULT, parse_arm
+from gnmr.lab.arms import DEFAULT, check_options, parse_arm
 from gnmr.lab.library import hint as _hint
 from gnmr.lab.library import list_recipes, read_recipe
 from gnmr.lab.scales import Scale, at_scale
 from gnmr.lab.sections import ArmName, Data, Model, Optimizer, Run, Section, Stress, Units, VariantName
+from gnmr.lab.stabilisers import check_fits
 from gnmr.lab.stress import stressed
 
 __all__ = ["Recipe", "list_recipes", "load_recipe"]
@@ -35,6 +36,7 @@ class Recipe(Section):
         paths: ``kind`` and the keyword arguments of that path class.
         policy: fields of :class:`gnmr.Policy`.
         variants: by name, fields that are other than in ``policy``, for the arms ``TRIGGER:NAME``.
+        triggers: options of triggers, such as ``[triggers.gap] threshold = 0.02``; see :mod:`gnmr.lab.arms`.
         arms: which arms a comparison runs; see :mod:`gnmr.lab.arms`.
     """
 
@@ -48,6 +50,7 @@ class Recipe(Section):
     paths: dict[str, Any]
     policy: dict[str, Any]
     variants: dict[VariantName, dict[str, Any]] = Field(default_factory=dict)
+    triggers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     run: Run = Run()
     stress: Stress | None = None
     arms: tuple[ArmName, ...] = DEFAULT
@@ -59,10 +62,14 @@ class Recipe(Section):
             self.make_policy(variant).resolve(self.run.steps)
         if not self.arms or len(set(self.arms)) != len(self.arms):
             raise ValueError(f"arms must be distinct, at least one, got {list(self.arms)}")
-        for arm in map(parse_arm, self.arms):
+        arms = [parse_arm(name) for name in self.arms]
+        if any(arm.trigger == "gsnr" for arm in arms) and self.run.gradient_accumulation < 2:
+            raise ValueError("the arm 'gsnr' compares micro-batches: run.gradient_accumulation must be >= 2")
+        for arm in arms:
+            check_fits(arm.name, arm.stabilisers, self.optimizer)
             if arm.reference is not None and arm.reference not in self.arms:
                 raise ValueError(f"the arm {arm.name!r} is matched to {arm.reference!r}, which must be among the arms")
-            self.check_variant(arm.variant)
+            check_options([arm], self.triggers, self.make_policy(arm.variant).resolve(self.run.steps))
         if self.stress is not None and self.stress.first_step > self.run.steps:
             raise ValueError(
                 f"stress.first_step = {self.stress.first_step} is beyond run.steps = {self.run.steps}: no fault would "

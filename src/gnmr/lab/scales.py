@@ -5,8 +5,9 @@ and tokens and nothing else (:data:`SCALED`): the model's shape, the text and ho
 how often and on how much is evaluated. Never the learning rate, paths, thresholds, arms or seeds.
 
 Two numbers follow by themselves, so that what they mean stays (here and in every variant of the policy): maxO keeps
-its share of the units, as the number of layers changes, and ``warmup_steps`` its share of the steps; both rounded, and
-at least 1 unless they are 0. Thresholds whose schedule is in fractions of the run scale anyway.
+its share of the units, as the number of layers changes, and ``warmup_steps`` its share of the steps; both rounded. One
+unit stays of any, and two steps (the first GNMR is 1 by definition, so that one says nothing). Thresholds whose
+schedule is in fractions of the run scale anyway.
 """
 
 import math
@@ -104,8 +105,8 @@ def _scaled(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     steps = _ratio(found, values, "run", "steps", Run.model_fields["steps"].default)
     policies: list[tuple[str, ...]] = [("policy",), *(("variants", name) for name in values.get("variants", {}))]
     for path in policies:
-        found = _keep_share(found, path, "max_active", layers)
-        found = _keep_share(found, path, "warmup_steps", steps)
+        found = _keep_share(found, path, "max_active", layers, least=1)
+        found = _keep_share(found, path, "warmup_steps", steps, least=2)
     return found
 
 
@@ -116,14 +117,14 @@ def _ratio(new: Mapping[str, Any], old: Mapping[str, Any], section: str, key: st
     return pair[0] / pair[1] if usable else 1.0
 
 
-def _keep_share(values: dict[str, Any], path: tuple[str, ...], key: str, ratio: float) -> dict[str, Any]:
+def _keep_share(values: dict[str, Any], path: tuple[str, ...], key: str, ratio: float, least: int) -> dict[str, Any]:
     inner: Any = values
     for part in path:
         inner = inner.get(part, {})
     number = inner.get(key)
     if not isinstance(number, int) or number <= 0:
         return values
-    change: dict[str, Any] = {key: max(1, math.floor(number * ratio + 0.5))}
+    change: dict[str, Any] = {key: max(min(number, least), math.floor(number * ratio + 0.5))}
     for part in reversed(path):
         change = {part: change}
     return merged(values, change)

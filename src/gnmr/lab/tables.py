@@ -2,10 +2,11 @@
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from gnmr._io import write_json, write_text
@@ -14,6 +15,7 @@ _TERMINAL = (
     "perplexity",
     "diverged",
     "loss_spikes",
+    "grad_spikes",
     "promotion_ratio",
     "exceeds_gnmr",
     "exceeds_delta",
@@ -26,6 +28,12 @@ _TERMINAL = (
     "held_bytes_model",
     "peak_memory",
 )
+_FINE = ("loss_spikes", "grad_spikes")
+"""Shares that are small where all is well."""
+
+_ABREAST = 54
+"""So many characters of arms fit beside the labels on a terminal of 80."""
+
 _SCALES = {"%": 100.0, "ms": 1000.0, "MiB": 2.0**-20}
 
 
@@ -36,21 +44,24 @@ def write_tables(comparison: Mapping[str, Any], folder: Path) -> None:
     write_text(folder / "comparison.md", as_markdown(comparison))
 
 
-def as_rich(comparison: Mapping[str, Any]) -> Table:
-    """Return the table for a terminal: metrics down, arms across."""
-    recipe = comparison["recipe"]
-    scale = f" at scale {recipe['scale']}" if recipe["scale"] else ""
-    table = Table(title=f"{recipe['name']}{scale}: means over {_seeds(comparison)}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for row in comparison["rows"]:
-        table.add_column(row["arm"], justify="right", no_wrap=True)
-    for label, cells in _cells(comparison):
-        table.add_row(label, *cells)
-    return table
+def as_rich(comparison: Mapping[str, Any]) -> Group:
+    """Return the table for a terminal: metrics down, arms across, and below what does not fit beside the others."""
+    lines, tables, recipe = _cells(comparison), list[Table](), comparison["recipe"]
+    name = f"{recipe['name']} at scale {recipe['scale']}" if recipe["scale"] else recipe["name"]
+    for arms in _abreast([row["arm"] for row in comparison["rows"]]):
+        title = None if tables else f"{name}: means over {_seeds(comparison)}"
+        table = Table(title=title, title_justify="left")
+        table.add_column("", no_wrap=True)
+        for arm in arms.values():
+            table.add_column(arm, justify="right", no_wrap=True)
+        for label, cells in lines:
+            table.add_row(label, *(cells[place] for place in arms))
+        tables.append(table)
+    return Group(*tables)
 
 
 def as_markdown(comparison: Mapping[str, Any]) -> str:
-    """Return the same table as Markdown, the differences between the arms of a seed, and the machine."""
+    """Return the same table as Markdown, the differences between the arms of a seed, the notes and the machine."""
     arms = [row["arm"] for row in comparison["rows"]]
     lines = [
         f"| means over {_seeds(comparison)} | " + " | ".join(arms) + " |",
@@ -59,6 +70,7 @@ def as_markdown(comparison: Mapping[str, Any]) -> str:
         "",
         *differences(comparison),
         "",
+        *(f"{note}\n" for note in comparison["notes"]),
         machine(comparison),
     ]
     return "\n".join(lines) + "\n"
@@ -100,6 +112,20 @@ def machine(comparison: Mapping[str, Any]) -> str:
     )
 
 
+def _abreast(names: Sequence[str]) -> list[dict[int, str]]:
+    """Return the arms that stand beside each other, each by its place among all."""
+    tables: list[dict[int, str]] = []
+    room = 0
+    for place, name in enumerate(names):
+        width = max(len(name), 6) + 3
+        if width > room or not tables:
+            tables.append({})
+            room = _ABREAST
+        tables[-1][place] = name
+        room -= width
+    return tables
+
+
 def _cells(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     columns = {column["key"]: column for column in comparison["columns"]}
     found = []
@@ -118,11 +144,11 @@ def _cells(comparison: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 def _cell(entry: Mapping[str, Any], key: str, unit: str) -> str:
     if entry["mean"] is None:
         return "-"
-    if key in ("diverged", "loss_spikes"):
+    if key == "diverged":
         return f"{sum(float(value) for value in entry['per_seed'] if value is not None):.0f}"
     scale = _SCALES.get(unit, 1.0)
     mean = float(entry["mean"]) * scale
-    digits = 1 if unit == "%" else 3 if unit == "" else 2
+    digits = 2 if key in _FINE else 1 if unit == "%" else 3 if unit == "" else 2
     if mean >= 100 and unit != "%":
         digits = 0 if unit else 1
     return f"{mean:.{digits}f}"

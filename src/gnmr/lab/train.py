@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,21 +22,26 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, default_da
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from gnmr import find_units
+from gnmr import Guard, Paths, find_units
 from gnmr._io import write_json, write_text
 from gnmr.errors import RecipeError, RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
 from gnmr.lab import runs
-from gnmr.lab.arms import Arm, make_trigger, parse_arm
+from gnmr.lab.arms import Arm, Factory, make_trigger, parse_arm
 from gnmr.lab.data import Corpus, load_corpus
 from gnmr.lab.environment import environment
 from gnmr.lab.model import make_model
 from gnmr.lab.recipe import Recipe, load_recipe
+from gnmr.lab.stabilisers import SETTINGS, check_fits, make_optimizer, max_grad_norm
 from gnmr.lab.stress import schedule
+from gnmr.lab.zclip import ZClip
+from gnmr.pytorch.gaps import MeasuredGap
 from gnmr.pytorch.measure import held_for_backward
+from gnmr.pytorch.signals import CastError, Signal
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
+Audit = tuple[Factory, Callable[["RunTrainer"], Callable[[Guard], Signal]]]
 
 
 class InterruptedRunError(RunError):
@@ -58,6 +64,7 @@ def train_arm(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    audit: Audit | None = None,
     again: str = "the same command with --resume",
     say: Say = print,
     progress: Progress = lambda *_: None,
@@ -71,6 +78,7 @@ def train_arm(
         folder: the run's folder.
         resume: go on from the last checkpoint in it.
         overwrite: begin anew, and drop what is in it.
+        audit: a trigger in place of the arm's, and what makes its signal; see :mod:`gnmr.lab.audit`.
         again: how to go on, for the message of an interrupted run.
         say: where lines for the user go.
         progress: hears (steps done, steps in all).
@@ -84,6 +92,7 @@ def train_arm(
     """
     chosen = parse_arm(arm)
     _check_variant(recipe, chosen)
+    check_fits(arm, chosen.stabilisers, recipe.optimizer)
     transformers_logging.disable_progress_bar()
     with runs.claimed(folder), runs.kept_on_failure(folder):
         checkpoint = _prepare(recipe, arm, seed, folder, resume=resume, overwrite=overwrite)
@@ -92,9 +101,12 @@ def train_arm(
             return runs.read_json(folder / runs.RESULT)
         torch.set_num_threads(recipe.run.threads)
         corpus = load_corpus(recipe, seed)
-        write_json(folder / runs.ENVIRONMENT, {**environment(), "data": corpus.facts, "arm": arm, "seed": seed})
-        recorder = Recorder(recipe, folder, checkpoint, say, progress)
-        trainer = _make_trainer(recipe, chosen, seed, folder, corpus, recorder)
+        settings = {name: SETTINGS[name] for name in chosen.stabilisers}
+        facts = {**environment(), "data": corpus.facts, "arm": arm, "seed": seed, "stabilisers": settings}
+        write_json(folder / runs.ENVIRONMENT, facts)
+        zclip = ZClip(**SETTINGS["zclip"]) if "zclip" in settings else None
+        recorder = Recorder(recipe, folder, checkpoint, say, progress, zclip)
+        trainer = _make_trainer(recipe, chosen, seed, folder, corpus, recorder, audit)
         with _stopping(recorder):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if recorder.stopped and trainer.state.global_step < recipe.run.steps:
@@ -110,6 +122,7 @@ class RunTrainer(Trainer):
 
     recorder: "Recorder"
     guard_callback: GuardCallback
+    kept: "deque[Any]"
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Measure what the first forward holds for backward; otherwise the Trainer's own."""
@@ -124,9 +137,19 @@ class RunTrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Record the loss of each micro-batch."""
+        self.kept.append(args[1])
         loss = super().training_step(*args, **kwargs)
         self.recorder.losses.append(loss.detach())
         return loss
+
+    def keep_inputs(self, micro_batches: int) -> None:
+        """Keep the inputs of the last micro-batches, for :meth:`loss_again`."""
+        self.kept = deque(maxlen=micro_batches)
+
+    def loss_again(self, inputs: Any = None) -> torch.Tensor:
+        """Run the forward of a micro-batch again, by default of the last one."""
+        with self.compute_loss_context_manager():
+            return self.model(**self._prepare_inputs(self.kept[-1] if inputs is None else inputs)).loss
 
 
 class Recorder(TrainerCallback):
@@ -136,15 +159,26 @@ class Recorder(TrainerCallback):
         measured: what a checkpoint carries on: ``seconds`` of each step, ``recent`` losses since the last line,
             ``held`` bytes, ``evaluated`` (step, loss) and ``peak`` memory.
         losses: of the micro-batches of this step.
+        zclip: of an arm that has it, whose state is carried on likewise.
         stopped: the signal that asked for the end, or 0.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, checkpoint: Path | None, say: Say, progress: Progress) -> None:
-        self._recipe, self._say, self._progress = recipe, say, progress
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        checkpoint: Path | None,
+        say: Say,
+        progress: Progress,
+        zclip: ZClip | None = None,
+    ) -> None:
+        self._recipe, self._say, self._progress, self.zclip = recipe, say, progress, zclip
         self._metrics = runs.Metrics(folder / runs.METRICS, 0 if checkpoint is None else _step_of(checkpoint))
         self.measured: dict[str, Any] = {"seconds": [], "recent": [], "held": None, "evaluated": None, "peak": 0}
         if checkpoint is not None:
             saved = runs.read_json(checkpoint / runs.PROGRESS)
+            if zclip is not None:
+                zclip.load_state_dict(saved.pop("zclip"))
             self.measured = saved | {"recent": [float(loss) for loss in saved["recent"]]}
         self.losses: list[torch.Tensor] = []
         self.stopped = 0
@@ -180,6 +214,8 @@ class Recorder(TrainerCallback):
         """Put what was measured into the checkpoint."""
         self.measured["peak"] = max(self.measured["peak"], _peak_memory())
         saved = self.measured | {"recent": [runs.number(loss) for loss in self.measured["recent"]]}
+        if self.zclip is not None:
+            saved["zclip"] = self.zclip.state_dict()
         write_json(Path(args.output_dir) / f"checkpoint-{state.global_step}" / runs.PROGRESS, saved)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
@@ -284,34 +320,66 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.partition("-")[2])
 
 
-def _make_trainer(recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Corpus, recorder: Recorder) -> RunTrainer:
+def _make_trainer(
+    recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Corpus, recorder: Recorder, audit: Audit | None
+) -> RunTrainer:
     model = make_model(recipe.model, corpus.vocab_size, recipe.data.sequence_length, seed)
     trainer = RunTrainer(
         model=model,
-        args=_arguments(recipe, seed, folder),
+        args=_arguments(recipe, arm, seed, folder),
         train_dataset=corpus.train,
         eval_dataset=corpus.validation,
         data_collator=default_data_collator,
+        optimizer_cls_and_kwargs=make_optimizer(arm.stabilisers, recipe.optimizer),
     )
+    trainer.keep_inputs(1)
     for chatty in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(chatty)
     trainer.recorder = recorder
+    if audit is None:
+        trigger = make_trigger(arm, recipe.triggers.get(arm.trigger, {}), seed, folder)
+        signal = _signal(recipe, arm, trainer)
+    else:
+        trigger, signal = audit[0], audit[1](trainer)
     trainer.guard_callback = GuardCallback(
         trainer,
         _paths(recipe, arm, seed, folder, model),
         recipe.make_policy(arm.variant),
-        trigger=make_trigger(arm, seed, folder),
+        trigger=trigger,
+        signal=signal,
         record=folder / runs.TRACE,
         header={"arm": arm.name, "seed": seed, "recipe": recipe.name},
         **_units(recipe),
     )
-    # The guard's comes last: once its file is in a checkpoint, the checkpoint is whole.
+    # The guard's is the last that writes: once its file is in a checkpoint, the checkpoint is whole.
     trainer.add_callback(recorder)
     trainer.add_callback(trainer.guard_callback)
+    if recorder.zclip is not None:
+        trainer.add_callback(recorder.zclip)  # after the guard, which sees the gradients as they came
     return trainer
 
 
-def _arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
+def _signal(recipe: Recipe, arm: Arm, trainer: RunTrainer) -> Callable[[Guard], Signal] | None:
+    """Return what makes the signal of an arm's trigger, where the guard cannot know how."""
+    every = recipe.triggers.get(arm.trigger, {}).get("every")
+    if arm.trigger == "gap" and every is not None:
+        return lambda guard: CastError(_paths_of(guard), every)
+    if arm.trigger != "oracle":
+        return None
+
+    def measured(guard: Guard) -> MeasuredGap:
+        params = [param for param in trainer.model.parameters() if param.requires_grad]
+        return MeasuredGap(guard.units, params, _paths_of(guard), lambda: guard.plan, trainer.loss_again, every or 1)
+
+    return measured
+
+
+def _paths_of(guard: Guard) -> Paths:
+    assert guard.paths is not None  # noqa: S101 (every recipe has paths)
+    return guard.paths
+
+
+def _arguments(recipe: Recipe, arm: Arm, seed: int, folder: Path) -> TrainingArguments:
     run, optimizer = recipe.run, recipe.optimizer
     return TrainingArguments(
         output_dir=str(folder),
@@ -324,7 +392,7 @@ def _arguments(recipe: Recipe, seed: int, folder: Path) -> TrainingArguments:
         adam_beta2=optimizer.beta2,
         adam_epsilon=optimizer.eps,
         weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
+        max_grad_norm=max_grad_norm(arm.stabilisers, optimizer),
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": optimizer.min_lr_ratio},
         warmup_steps=int(optimizer.warmup_fraction * run.steps),

@@ -21,7 +21,8 @@ rounds the input of a unit on its low path:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -81,6 +82,33 @@ class Paths(ABC):
         """
         held = self.held_bytes()
         return np.where(active, held[HIGH] - held[LOW], 0)
+
+    def watch_errors(self, every: int) -> None:
+        """Measure the errors of the low-cost path's casts from now on, for :meth:`errors`.
+
+        Args:
+            every: steps between two estimates for a unit on its recovery path.
+
+        Raises:
+            gnmr.PathError: this backend measures none.
+        """
+        raise PathError(
+            f"{type(self).__name__} does not measure the errors of its casts, which this trigger needs: use "
+            "SavedActivations or Simulated, or implement watch_errors() and errors()"
+        )
+
+    def errors(self) -> dict[str, NDArray[np.float64]]:
+        """Return what :meth:`watch_errors` asked for, of this step.
+
+        Returns:
+            (N,) float64 relative errors by role, such as ``"x"`` and ``"dy"``; NaN where one is not known.
+        """
+        return {}
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Run what is inside beside the training: forwards and backwards that count, learn and keep nothing."""
+        yield
 
     def end_step(self, step: int) -> None:
         """Hear that the gradients of ``step`` are complete and the next plan is set."""
@@ -162,6 +190,15 @@ class OperatorPaths(Paths):
         counts = self._counts.copy()
         self._counts[:] = 0
         return counts
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Run what is inside without a trace in the counts."""
+        before = self._counts.copy()
+        try:
+            yield
+        finally:
+            self._counts[:] = before
 
 
 def is_guarded(operator: Operator) -> bool:

@@ -20,6 +20,7 @@ from gnmr.numerics.formats import Format
 from gnmr.numerics.rounding import absmax, scale_from
 from gnmr.paths.amax import AmaxHistory
 from gnmr.paths.base import HIGH, LOW
+from gnmr.paths.errors import ErrorMeter, sampled
 from gnmr.pytorch.units import Operator
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 Role = Literal["w", "x", "y", "dy", "dw", "dx"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _FORWARD, _BACKWARD = ROLES[:3], ROLES[3:]
+
+MEASURED: tuple[Role, ...] = ("x", "w", "dy", "dw")
+"""The roles whose errors are measured: what a unit's own weight gradient is made of, and its weight."""
+
+Formats = tuple[Format, Format]
+"""Of forward and backward."""
 
 PLANNED = 2
 """In place of LOW or HIGH, in a compiled graph: the path that the unit is on when the product runs."""
@@ -64,12 +71,13 @@ class Cast:
 class Seat:
     """One operator under simulation: the product, and the books that its casts keep."""
 
-    def __init__(self, paths: "Simulated", operator: Operator, unit: int, first: int) -> None:
+    def __init__(self, paths: "Simulated", operator: Operator, unit: int, first: int, number: int) -> None:
         self.paths = paths
         self.operator = operator
         self.unit = unit
         self.counts = torch.zeros(3, dtype=torch.int64)
         self._first = first
+        self.measured = slice(number * len(MEASURED), (number + 1) * len(MEASURED))
         self._device = operator.weight.device
         self._bytes = (0, 0)
         self._compiled = False
@@ -136,6 +144,8 @@ class Seat:
             dw = books.cast("dw", g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1]))
         if weight is not None:
             dx = books.cast("dx", g @ weight)
+        if not self.paths.booking:
+            return dx, dw
         if path == LOW:
             self.counts = self.counts.to(counts.device).add_(counts).add_(books.counts)
         if self.paths.scaling == "delayed":
@@ -169,18 +179,34 @@ class _Books:
         paths, seat = self._seat.paths, self._seat
         if role not in paths.tensors:
             return value
-        scale, formats = None, paths.formats[self._path]
+        amax, formats = None, paths.formats[self._path]
         if self._delayed:
             amax = self._amax[role] = absmax(value, "tensor").float()
+        meter = paths.meter(seat, self._path) if role in MEASURED else None
+        if meter is not None and self._path != LOW:
+            self._measure(meter, role, value, amax)
         if formats is None:
             return value
-        fmt = formats[role in _BACKWARD]
-        if self._delayed:
+        counts = self.counts if self._path == LOW else None
+        cast = paths.cast(value, self._at(role, self._path, formats, amax, counts))
+        if meter is not None and self._path == LOW:
+            meter.add(seat.measured.start + MEASURED.index(role), sampled(value), sampled(cast))
+        return cast
+
+    def _at(self, role: Role, path: int, formats: Formats, amax: Tensor | None, counts: Tensor | None) -> Cast:
+        seat, scale, fmt = self._seat, None, formats[role in _BACKWARD]
+        if amax is not None:
             past = seat.history.largest[seat.place([role]).start]
             scale = scale_from(torch.where(past > 0, past, amax), fmt)
-        counts = self.counts if self._path == LOW else None
-        at = Cast(seat.operator.fqn, seat.unit, role, self._path, paths.step, fmt, scale, counts)
-        return paths.cast(value, at)
+        return Cast(seat.operator.fqn, seat.unit, role, path, seat.paths.step, fmt, scale, counts)
+
+    def _measure(self, meter: ErrorMeter, role: Role, value: Tensor, amax: Tensor | None) -> None:
+        """Book the error that the low-cost path would have made of a sample."""
+        low, seat = self._seat.paths.formats[LOW], self._seat
+        if low is not None:
+            rows = sampled(value)
+            cast = seat.paths.cast(rows, self._at(role, LOW, low, amax, None))
+            meter.add(seat.measured.start + MEASURED.index(role), rows, cast)
 
     def amax(self, roles: Sequence[Role]) -> Tensor:
         """(3,) float32, -1 for what was not seen."""

@@ -11,7 +11,8 @@ common model families feed from one activation share one call, which the compile
 import hashlib
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from gnmr.memory import Activation
 from gnmr.numerics.formats import get_format
 from gnmr.numerics.packing import Packed, PackScaling, pack, packed_bytes, unpack
 from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route
+from gnmr.paths.errors import ErrorMeter, of_units, sampled
 from gnmr.pytorch.units import Operator, Unit
 
 _READ_TOGETHER = (
@@ -102,6 +104,10 @@ class SavedActivations(OperatorPaths):
         self._slot_of: dict[Operator, _Slot] = {}
         self._step = torch.zeros((), dtype=torch.int64)  # a tensor: a compiled graph reads it
         self._cache = _Cache()
+        self._apart = False
+        self._watch = 0
+        self._place: dict[_Share, int] = {}
+        self._meter = ErrorMeter(0)
 
     def attach(self, units: Sequence[Unit]) -> None:
         """Replace the forward of every operator of ``units``.
@@ -122,6 +128,7 @@ class SavedActivations(OperatorPaths):
         super().detach()
         self._cache = _Cache()
         self._slots, self._slot_of = [], {}
+        self._watch, self._place, self._meter = 0, {}, ErrorMeter(0)
 
     def forward_of(self, operator: Operator, route: _Route) -> "partial[Tensor]":
         """Return the operator's switched forward."""
@@ -208,6 +215,41 @@ class SavedActivations(OperatorPaths):
     def _packed_bytes(self, rows: int, width: int, itemsize: int, fmt: str) -> int:
         return packed_bytes((rows, width), itemsize, fmt, self.scaling, self.group_size)
 
+    def watch_errors(self, every: int) -> None:
+        """Measure the error of the stored inputs from now on, every few steps on both paths; not in compiled graphs."""
+        if every < 1:
+            raise ValueError(f"every must be >= 1 step, got {every!r}")
+        self._watch = every
+        shares = list(dict.fromkeys(slot.share for slot in self._slots))
+        self._place = {share: place for place, share in enumerate(shares)}
+        self._meter = ErrorMeter(len(shares))
+
+    def errors(self) -> dict[str, NDArray[np.float64]]:
+        """Return (N,) relative errors of the low-cost format, as ``"x"``."""
+        by_unit: list[list[int]] = [[] for _ in self.units]
+        for slot in self._slots:
+            by_unit[slot.route.unit].append(self._place[slot.share])
+        return {"x": of_units(self._meter.read(), by_unit)}
+
+    def _measure(self, slot: "_Slot", x: Tensor) -> None:
+        if self._watch and not self._apart and int(self._step) % self._watch == 0:
+            rows = sampled(x.detach())
+            low = pack(rows, self.formats[LOW], self.scaling, self.group_size)
+            self._meter.add(self._place[slot.share], rows, unpack(low))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Run what is inside without a trace in counts, shapes and errors."""
+        seen = [slot.seen.copy() for slot in self._slots]
+        self._apart, self._cache = True, _Cache()
+        try:
+            with super().apart():
+                yield
+        finally:
+            self._apart, self._cache = False, _Cache()
+            for slot, before in zip(self._slots, seen, strict=True):
+                slot.seen[:] = before
+
     def end_step(self, step: int) -> None:
         """Take the noise of the next step."""
         self._step.fill_(step)
@@ -226,8 +268,9 @@ class SavedActivations(OperatorPaths):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step that the noise is drawn for."""
-        return {"step": int(self._step)}
+        """Return the step that the noise is drawn for, and the errors where they are measured."""
+        errors = {share.name: self._meter.state(slice(place, place + 1)) for share, place in self._place.items()}
+        return {"step": int(self._step), **({"errors": errors} if errors else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`.
@@ -238,6 +281,8 @@ class SavedActivations(OperatorPaths):
         if "step" not in state_dict:
             raise StateError(f"this is no state of SavedActivations: {sorted(state_dict)} without 'step'")
         self._step.fill_(int(state_dict["step"]))
+        for share, place in self._place.items():
+            self._meter.load(slice(place, place + 1), state_dict.get("errors", {}).get(share.name, [None]))
 
     def __repr__(self) -> str:
         settings = {key: value for key, value in self.describe().items() if key != "kind"}
@@ -265,6 +310,7 @@ class SavedActivations(OperatorPaths):
                 generator = _generator(self.seed, int(self._step), int(slot.share.key), x.device)
             packed = pack(x.detach().to(dtype), fmt, self.scaling, self.group_size, generator)
             entry.packed[fmt, dtype] = packed
+            self._measure(slot, x)
         width = x.shape[-1]
         # An input that this operator itself packed before (a second call on it) stays its own.
         shared = shared and entry.owner is not slot

@@ -13,7 +13,8 @@ its operands.
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -27,10 +28,12 @@ from gnmr.numerics.formats import FORMATS, Format, ScalingName, get_format
 from gnmr.numerics.rounding import check_scaling, fake_quantize
 from gnmr.paths.amax import AmaxHistory
 from gnmr.paths.base import HIGH, LOW, OperatorPaths
+from gnmr.paths.errors import ErrorMeter, of_units
 from gnmr.paths.product import (
     CAST,
     DROPPED,
     INPUT,
+    MEASURED,
     PLANNED,
     ROLES,
     Cast,
@@ -113,7 +116,11 @@ class Simulated(OperatorPaths):
         self.rounding = rounding
         self.seed = seed
         self.step = 1
+        self.booking = True
+        """Whether casts enter counters, amax histories and errors; not within :meth:`apart`."""
         self._seats: list[Seat] = []
+        self._watch = 0
+        self._meters: dict[torch.device, ErrorMeter] = {}
         self.histories: dict[torch.device, AmaxHistory] = {}
 
     def cast(self, value: Tensor, at: Cast) -> Tensor:
@@ -162,7 +169,7 @@ class Simulated(OperatorPaths):
         sizes: dict[torch.device, int] = {}
         for unit, operator in members:
             device = operator.weight.device
-            self._seats.append(Seat(self, operator, unit, sizes.get(device, 0)))
+            self._seats.append(Seat(self, operator, unit, sizes.get(device, 0), len(self._seats)))
             sizes[device] = sizes.get(device, 0) + len(ROLES)
         self.histories = {device: AmaxHistory(size, self.amax_history, device) for device, size in sizes.items()}
 
@@ -180,7 +187,46 @@ class Simulated(OperatorPaths):
         super().detach()
         for seat in self._seats:
             seat.leave()
-        self._seats, self.histories = [], {}
+        self._seats, self.histories, self._meters, self._watch = [], {}, {}, 0
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Run what is inside without a trace in counts, counters, amax histories and errors."""
+        self.booking = False
+        try:
+            with super().apart():
+                yield
+        finally:
+            self.booking = True
+
+    def watch_errors(self, every: int) -> None:
+        """Measure the errors of the casts of x, w, dy and dw from now on; see :meth:`gnmr.Paths.watch_errors`."""
+        if every < 1:
+            raise ValueError(f"every must be >= 1 step, got {every!r}")
+        self._watch = every
+        devices = {seat.operator.weight.device for seat in self._seats}
+        self._meters = {device: ErrorMeter(len(self._seats) * len(MEASURED), device) for device in devices}
+
+    def meter(self, seat: Seat, path: int) -> ErrorMeter | None:
+        """Return where this step's errors of an operator go, or None."""
+        if not self._watch or not self.booking or (path == HIGH and self.step % self._watch):
+            return None
+        return self._meter_of(seat)
+
+    def _meter_of(self, seat: Seat) -> ErrorMeter:
+        return self._meters[seat.operator.weight.device]
+
+    def errors(self) -> dict[str, NDArray[np.float64]]:
+        """Return (N,) relative errors of the low-cost path's casts of this step, by role."""
+        found = np.full(len(self._seats) * len(MEASURED), np.nan)
+        for meter in self._meters.values():
+            known = meter.read()
+            found = np.where(np.isnan(known), found, known)
+        by_unit: list[list[int]] = [[] for _ in self.units]
+        for place, seat in enumerate(self._seats):
+            by_unit[seat.unit].append(place)
+        roles = found.reshape(len(self._seats), len(MEASURED)).T
+        return {role: of_units(row, by_unit) for role, row in zip(MEASURED, roles, strict=True) if role in self.tensors}
 
     def end_step(self, step: int) -> None:
         """Roll the amax histories; the noise of stochastic rounding moves on."""
@@ -232,6 +278,8 @@ class Simulated(OperatorPaths):
             if self.scaling == "delayed":
                 entries = dict(zip(ROLES, seat.history.entries(seat.place(ROLES)), strict=True))
                 operators[seat.operator.fqn]["amax"] = {role: entries[role] for role in self.tensors}
+            if self._watch:
+                operators[seat.operator.fqn]["errors"] = self._meter_of(seat).state(seat.measured)
         return {"step": self.step, "operators": operators}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -248,6 +296,8 @@ class Simulated(OperatorPaths):
             state = saved.pop(seat.operator.fqn, {})
             if "counts" in state:
                 seat.counts = torch.tensor(state["counts"], dtype=torch.int64)
+            if self._watch and "errors" in state:
+                self._meter_of(seat).load(seat.measured, state["errors"])
             amax = state.get("amax", {})
             if self.scaling == "delayed":
                 if not set(self.tensors) <= amax.keys():
@@ -263,7 +313,7 @@ class Simulated(OperatorPaths):
         return self._product(operator, x, PLANNED)
 
     def _run(self, operator: Operator, x: Tensor, path: int) -> Tensor:
-        if self.formats[path] is None and self.scaling != "delayed":
+        if self.formats[path] is None and self.scaling != "delayed" and not self._watch:
             return operator.plain(x)
         return self._product(operator, x, path)
 

@@ -32,9 +32,10 @@ from gnmr.controller import Controller, Decision
 from gnmr.errors import GnmrWarning, GuardError, PathError, StateError
 from gnmr.paths.base import HIGH, LOW, Paths
 from gnmr.policy import Policy
-from gnmr.pytorch.distributed import Group, default_group, is_first
+from gnmr.pytorch.distributed import Group, all_sum, default_group, is_first
 from gnmr.pytorch.ledger import Ledger
 from gnmr.pytorch.monitor import Monitor, Reading, by_place
+from gnmr.pytorch.signals import Signal, make_signal
 from gnmr.pytorch.units import FilterFn, Granularity, Unit, find_units
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class Guard:
         granularity: see there.
         total_steps: the length of the run, for a policy whose schedule is in fractions of it.
         monitor_only: decide and record, and switch nothing.
-        trigger: makes the controller; the default is the paper's, :mod:`gnmr.triggers` has controls.
+        trigger: makes the controller; the default is the paper's, :mod:`gnmr.triggers` has others.
+        signal: ``signal(guard)`` makes what the trigger reads beside the norms, where units and paths alone do not
+            (:class:`gnmr.pytorch.gaps.MeasuredGap`).
         record: path of a trace to write (``"run.arrow"``; it becomes ``run.parquet`` when closed). Written
             by rank 0 only.
         resume_record: whether ``record`` goes on from a run that was interrupted: load the guard's state first
@@ -77,7 +80,7 @@ class Guard:
     Raises:
         gnmr.UnitError: see :func:`gnmr.find_units`.
         ValueError: no paths without ``monitor_only``, or a policy in fractions without ``total_steps``.
-        gnmr.PathError: the backend, or the model, has another guard.
+        gnmr.PathError: the backend, or the model, has another guard; or it lacks what the trigger needs.
 
     Warns:
         gnmr.GnmrWarning: the model is compiled as a whole, so that new plans recompile it.
@@ -106,6 +109,7 @@ class Guard:
         total_steps: int | None = None,
         monitor_only: bool = False,
         trigger: Trigger = Controller,
+        signal: "Callable[[Guard], Signal] | None" = None,
         record: str | os.PathLike[str] | None = None,
         resume_record: bool = False,
         header: Mapping[str, Any] | None = None,
@@ -138,10 +142,17 @@ class Guard:
         self._resume_record = resume_record
         self._header = dict(header or {})
         self._writer: TraceWriter | None = None
+        if signal is not None and self.controller.needs is None:
+            raise ValueError(f"signal was given, and {type(self.controller).__name__} reads none")
         if not monitor_only and _is_compiled_whole(model):
             warnings.warn(_WHOLE, GnmrWarning, stacklevel=2)
         if paths is not None:
             paths.attach(self.units)
+        self._signal: Signal | None = None
+        if signal is not None:
+            self._signal = signal(self)
+        elif self.controller.needs is not None:
+            self._signal = make_signal(self.controller.needs, self.units, paths)
         params = dict.fromkeys(param for unit in self.units for param in unit.params)
         self._hooks = [param.register_post_accumulate_grad_hook(self._on_backward) for param in params]
         self._follow(self.controller.active)
@@ -150,6 +161,11 @@ class Guard:
     def active(self) -> tuple[str, ...]:
         """Names of the units on the recovery path at the next step (under ``monitor_only``: that would be)."""
         return tuple(self.units[i].name for i in np.flatnonzero(self.controller.active))
+
+    @property
+    def plan(self) -> NDArray[np.bool_]:
+        """(N,) bool: the units whose paths are set to recovery; a copy."""
+        return self._plan.copy()
 
     def step(
         self,
@@ -191,7 +207,7 @@ class Guard:
         self._read_back(reading)
         if scaler is not None and self._scaler_skips(reading):
             return None
-        decision = self.controller.update(reading.norms, reading.observed)
+        decision = self.controller.update(reading.norms, reading.observed, self._signal_of(reading))
         self._last = (reading, decision)
         self._note(decision)
         self._write(reading, decision)
@@ -256,6 +272,7 @@ class Guard:
             "ledger": self.ledger.state_dict(),
             "events": copy.deepcopy(self.events),
             "skipped": self._skipped,
+            "signal": {} if self._signal is None else self._signal.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, allow_policy_change: bool = False) -> None:
@@ -271,7 +288,7 @@ class Guard:
                 f"this is no guard state of schema {SCHEMA}: kind {state_dict.get('kind')!r}, "
                 f"schema {state_dict.get('schema')!r}"
             )
-        missing = sorted({"controller", "paths", "ledger", "events", "skipped"} - set(state_dict))
+        missing = sorted({"controller", "paths", "ledger", "events", "skipped", "signal"} - set(state_dict))
         if missing:
             raise StateError(f"the guard's state is damaged: it has no {missing[0]!r}")
         if self._writer is not None:
@@ -283,6 +300,8 @@ class Guard:
         self.ledger.load_state_dict(state_dict["ledger"])
         self.events = copy.deepcopy(list(state_dict["events"]))
         self._skipped = bool(state_dict["skipped"])
+        if self._signal is not None and state_dict["signal"]:
+            self._signal.load_state_dict(state_dict["signal"])
         self._follow(self.controller.active)
 
     def close(self) -> None:
@@ -299,6 +318,8 @@ class Guard:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._signal is not None:
+            self._signal.close()
         if self.paths is not None:
             self.paths.detach()
 
@@ -350,6 +371,18 @@ class Guard:
                 "forward, it trains in eval mode, or a CUDA graph replays it. Attach the guard last, before "
                 "torch.compile"
             )
+
+    def _signal_of(self, reading: Reading) -> NDArray[np.float64] | None:
+        """Return the trigger's signal, the mean of the ranks that know it."""
+        if self._signal is None:
+            return None
+        signal = self._signal.read(reading)
+        if self._group is None:
+            return signal
+        known = ~np.isnan(signal)
+        mine = np.concatenate([np.where(known, signal, 0.0), known])
+        total, count = np.split(all_sum(mine, self.units[0].params[0].device, self._group), 2)
+        return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
     def _scaler_skips(self, reading: Reading) -> bool:
         bad = reading.observed & ~np.isfinite(reading.norms)

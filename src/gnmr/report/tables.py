@@ -8,6 +8,7 @@ import numpy as np
 
 from gnmr.report.data import RunData
 
+_FINE = ("loss_spikes", "grad_spikes")
 _SCALES = {"%": 100.0, "ms": 1000.0, "MiB": 2.0**-20}
 
 # Student's t, 97.5 %, by degrees of freedom; beyond ten the last one is close and errs on the careful side.
@@ -27,9 +28,10 @@ def result_table(comparison: Mapping[str, Any]) -> str:
         unit = f" <small>{escape(column['unit'])}</small>" if column["unit"] else ""
         cells = "".join(_cell(row["metrics"][column["key"]], column) for row in comparison["rows"])
         lines.append(f"<tr><th scope=row>{escape(column['label'])}{unit}</th>{cells}</tr>")
+    notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in comparison.get("notes", ()))
     return (
         f"<div class=wide><table class=result><thead><tr><th scope=col>mean ± standard error</th>{head}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></div>{_per_seed(comparison)}"
+        f"<tbody>{''.join(lines)}</tbody></table></div>{notes}{_per_seed(comparison)}"
     )
 
 
@@ -98,11 +100,11 @@ def settings(comparison: Mapping[str, Any]) -> str:
 def _cell(entry: Mapping[str, Any], column: Mapping[str, str]) -> str:
     if entry["mean"] is None:
         return "<td>–</td>"
-    if column["key"] in {"diverged", "loss_spikes"}:
+    if column["key"] == "diverged":
         return f"<td>{sum(float(value) for value in entry['per_seed'] if value is not None):.0f}</td>"
     scale = _SCALES.get(column["unit"], 1.0)
     mean = float(entry["mean"]) * scale
-    digits = 1 if abs(mean) >= 100 or column["unit"] == "%" else 3
+    digits = 2 if column["key"] in _FINE else 1 if abs(mean) >= 100 or column["unit"] == "%" else 3
     digits = 0 if abs(mean) >= 1000 else digits
     se = "" if entry["se"] is None else f" <small>± {float(entry['se']) * scale:.{digits}f}</small>"
     return f"<td>{mean:.{digits}f}{se}</td>"
