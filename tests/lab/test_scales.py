@@ -93,7 +93,7 @@ def test_shares_of_variants_and_warm_up_are_kept():
 
     assert load_recipe("paper/static-130m").policy["warmup_steps"] == 500
     static = load_recipe("paper/static-130m", scale="small")
-    assert static.policy["warmup_steps"] == 15  # 2.5 % of 600
+    assert static.policy["warmup_steps"] == 10  # 2.5 % of 400
     assert load_recipe("paper/static-130m", ["policy.max_active=3"], "small").policy["max_active"] == 3
 
 
