@@ -22,8 +22,8 @@ def list_recipes() -> dict[str, str]:
     """Return the packaged recipes and their one-line descriptions, those in folders last.
 
     Examples:
-        >>> list(list_recipes())[:3]
-        ['demo', 'persistent', 'tiny']
+        >>> [name for name in list_recipes() if name in ("paper/a-60m", "tiny")]
+        ['tiny', 'paper/a-60m']
     """
     root = _packaged()
     folders = [("", root), *((f"{folder.name}/", folder) for folder in _sorted(root) if folder.is_dir())]
