@@ -25,6 +25,9 @@ def test_every_trigger_is_an_arm(name):
         ("high@gnmr", "cannot be matched like this: random@ARM, always@ARM, norm@ARM, oracle@ARM are"),
         ("norm@random", "to an arm that is not matched"),
         ("random@", "unknown arm ''"),
+        ("low:half", "is no variant: it is written TRIGGER:NAME"),
+        ("gnmr:", "is no variant"),
+        ("gnmr:a.b", "is no variant"),
         ("lwo+clip", "unknown arm 'lwo+clip'; did you mean 'low'?"),
         (
             "low+zlcip",
@@ -41,6 +44,14 @@ def test_what_is_no_arm(name, message):
     with pytest.raises(RecipeError) as caught:
         parse_arm(name)
     assert message in str(caught.value)
+
+
+def test_a_variant_may_be_matched_and_referred_to():
+    assert parse_arm("gnmr:half").variant == "half"
+    arm = parse_arm("norm:half@gnmr:third")
+    assert (arm.trigger, arm.variant, arm.reference) == ("norm", "half", "gnmr:third")
+    assert parse_arm("exact").exact
+    assert not parse_arm("high").exact
 
 
 @pytest.mark.parametrize(

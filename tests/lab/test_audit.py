@@ -85,6 +85,7 @@ def test_an_unknown_score_ranks_last():
         ({"at": [7]}, "the steps to audit must be in 1 to 6"),
         ({"at": []}, "the steps to audit must be in 1 to 6"),
         ({"at": [1], "arm": "gap"}, "the arm 'gap' reads a signal of its own"),
+        ({"at": [1], "arm": "exact"}, "the arm 'exact' casts nothing"),
         ({"at": [1], "micro_batches": 0}, "micro_batches must be >= 1"),
     ],
 )

@@ -33,10 +33,10 @@ def gnmr(*arguments):
 def test_help_and_version():
     assert gnmr("--version").output.startswith("gnmr 0.")
     done = gnmr("--help")
-    assert all(name in done.output for name in ("train", "compare", "replay", "report", "recipes"))
+    assert all(name in done.output for name in ("train", "compare", "replay", "report", "recipes", "tables"))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["recipes", "--help"], ["replay"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["tables"], ["tables", "1"], ["replay"]])
 def test_what_needs_no_torch_imports_none(arguments, trace):
     arguments = [*arguments, str(trace)] if arguments == ["replay"] else arguments
     code = f"""

@@ -12,7 +12,9 @@ import pytest
 from gnmr import Controller, Policy, RunError, TraceError
 from gnmr.lab.metrics import COLUMNS, aggregate
 from gnmr.lab.paired import paired_differences
-from gnmr.report import write_report
+from gnmr.report import figures, write_report
+from gnmr.report.data import read_comparison
+from gnmr.report.plots import palette
 from gnmr.trace import TraceWriter
 from gnmr.triggers import Fixed
 
@@ -23,7 +25,9 @@ POLICY = Policy(max_active=1, alpha=1.2, window=2, warmup_steps=3)
 def write_run(folder, arm, seed, *, traced=True):
     folder.mkdir()
     draw = np.random.default_rng(seed)
-    rows = [{"step": t, "loss": 3 - t / 50 + 0.1 * draw.random(), "seconds": 0.1} for t in range(1, 41)]
+    rows = [
+        {"step": t, "loss": 3 - t / 50 + 0.1 * draw.random(), "tokens": 64 * t, "seconds": 0.1} for t in range(1, 41)
+    ]
     rows[20]["loss"] = "nan"
     rows += [{"step": t, "eval_loss": 3 - t / 50} for t in (20, 40)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,6 +117,42 @@ def test_the_page_says_what_the_numbers_say(folder):
     assert "its matched control random." in html
 
 
+def test_the_papers_figures_are_drawn_from_traces_and_tokens(folder):
+    _, runs = read_comparison(folder)
+    runs = [run for run in runs if run.seed == 0]
+    gnmr = figures.gnmr_over_steps([run for run in runs if run.trace is not None])
+    losses = figures.loss_over_tokens(runs)
+
+    assert [line.name for line in gnmr.data] == ["high, mean", "high, largest", "gnmr, mean", "gnmr, largest"]
+    trace = next(run for run in runs if run.arm == "gnmr").trace
+    mean, largest = gnmr.data[2], gnmr.data[3]
+    assert mean.y[0] == pytest.approx(trace.gnmr[0].mean())
+    assert mean.y[25] == pytest.approx(trace.gnmr[25, 1:].mean())  # the first unit's norm was NaN there
+    assert largest.y[9] == trace.gnmr[9].max()
+    assert [line.name for line in losses.data] == ["high", "gnmr", "random"]
+    assert len({line.line.color for line in losses.data}) == 3
+    assert losses.data[0].x[:2] == (64, 128)
+    assert losses.data[0].y[20] is None  # a NaN is a gap
+
+
+def test_arms_without_a_colour_of_their_own_get_different_ones():
+    arms = ["gnmr", "gnmr:half", "gnmr:third", "exact"]
+
+    assert len(set(palette(arms).values())) == len(arms)
+
+
+def test_the_scale_is_named(folder):
+    path = folder / "comparison.json"
+    comparison = json.loads(path.read_text())
+    comparison["recipe"]["scale"] = "tiny"
+    path.write_text(json.dumps(comparison))
+
+    html = write_report(folder).read_text()
+
+    assert "</i> at scale tiny</h1>" in html.replace("&lt;", "<").replace("&gt;", ">")
+    assert "compare the arms here only" in html
+
+
 def test_a_file_of_its_own(folder, tmp_path):
     out = tmp_path / "elsewhere" / "page.html"
 
@@ -176,7 +216,7 @@ def test_chromium_draws_it_without_a_complaint(browser, tmp_path):
     plots = browser.execute_script("return document.querySelectorAll('.js-plotly-plot').length")
     drawn = browser.execute_script("return document.querySelectorAll('.js-plotly-plot .main-svg').length")
 
-    assert plots == 2 + 3 + 1 + 1  # losses, maps of gnmr twice and high, budget, most promoted
+    assert plots == 2 + 3 + 2 + 1 + 1  # losses, maps of gnmr twice and high, the paper's, budget, most promoted
     assert drawn >= plots
     complaints = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     assert complaints == []

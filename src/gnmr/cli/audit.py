@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gnmr.cli.train import Overrides
+from gnmr.cli.train import Overrides, ScaleOption
 
 
 def audit(
@@ -16,16 +16,19 @@ def audit(
     seed: Annotated[int, typer.Option(min=0, help="Of weights, data order, faults and draws.")] = 0,
     micro_batches: Annotated[int, typer.Option(min=1, help="The last micro-batches that gaps are measured on.")] = 4,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; default: runs/RECIPE-audit/ARM-sSEED.")] = None,
+    scale: ScaleOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; default: runs/RECIPE[/SCALE]-audit/ARM-sSEED.")
+    ] = None,
 ) -> None:
     """Train one arm, run both paths of each unit on the same micro-batches at some steps, and rank the triggers."""
     from gnmr.lab.recipe import load_recipe
     from gnmr.lab.runs import run_name
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], scale)
     total = loaded.run.steps
     at = _steps(steps) if steps is not None else sorted({max(1, total * part // 5) for part in range(1, 6)})
-    folder = out or Path("runs") / f"{loaded.name}-audit" / run_name(arm, seed)
+    folder = out or Path("runs") / f"{loaded.folder}-audit" / run_name(arm, seed)
 
     from rich.console import Console
 

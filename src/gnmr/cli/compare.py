@@ -6,17 +6,18 @@ from typing import Annotated
 
 import typer
 
-from gnmr.cli.train import Overrides
+from gnmr.cli.train import Overrides, ScaleOption
 
 
 def compare(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe's name, or a TOML file.")],
     overrides: Overrides = None,
+    scale: ScaleOption = None,
     arms: Annotated[str | None, typer.Option(help="These arms: high,low+zclip,gnmr.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from 0 on.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the runs in the folder first.")] = False,
-    out: Annotated[Path | None, typer.Option(help="The comparison's folder; default: runs/RECIPE.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The comparison's folder; default: runs/RECIPE[/SCALE].")] = None,
 ) -> None:
     """Run the arms of a recipe over its seeds, and print one table. Goes on where it was stopped."""
     from rich.console import Console
@@ -29,8 +30,8 @@ def compare(
         given.append(f"arms={[arm.strip() for arm in arms.split(',')]!r}")
     if seeds is not None:
         given.append(f"run.seeds={list(range(seeds))!r}")
-    loaded = load_recipe(recipe, given)
-    folder = out or Path("runs") / loaded.name
+    loaded = load_recipe(recipe, given, scale)
+    folder = out or Path("runs") / loaded.folder
 
     from gnmr.lab.compare import compare_arms
     from gnmr.lab.tables import as_rich, differences, machine

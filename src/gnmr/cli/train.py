@@ -11,17 +11,24 @@ Overrides = Annotated[
 ]
 
 
+ScaleOption = Annotated[
+    str | None, typer.Option(help="tiny, small or paper, for a recipe that has scales; the default is as printed.")
+]
+
+
 def train(
     recipe: Annotated[str, typer.Argument(help="A packaged recipe's name, or a TOML file.")],
     arm: Annotated[
         str,
         typer.Option(
-            help="high, low, edges, gnmr, random, always, norm; one matched: norm@gnmr; one steadied: low+zclip."
+            help="high, low, exact, edges, gnmr, random, always, norm; a variant: gnmr:NAME; one matched: norm@gnmr; "
+            "one steadied: low+zclip."
         ),
     ] = "gnmr",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, data order, faults and draws.")] = 0,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; default: runs/RECIPE/ARM-sSEED.")] = None,
+    scale: ScaleOption = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; default: runs/RECIPE[/SCALE]/ARM-sSEED.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the run in the folder first.")] = False,
 ) -> None:
@@ -29,9 +36,10 @@ def train(
     from gnmr.lab.recipe import load_recipe
     from gnmr.lab.runs import run_name
 
-    loaded = load_recipe(recipe, overrides or [])
-    folder = out or Path("runs") / loaded.name / run_name(arm, seed)
+    loaded = load_recipe(recipe, overrides or [], scale)
+    folder = out or Path("runs") / loaded.folder / run_name(arm, seed)
     again = shlex.join(["gnmr", "train", recipe, "--arm", arm, "--seed", str(seed), "--out", str(folder), "--resume"])
+    again += f" --scale {scale}" if scale else ""
     again += "".join(f" --set {shlex.quote(override)}" for override in overrides or [])
 
     from rich.console import Console

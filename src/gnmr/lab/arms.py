@@ -1,9 +1,11 @@
 """Arms: what decides which units are on the recovery path, what it is matched to, and what else steadies the run.
 
-An arm is written ``trigger[@reference][+stabiliser...]``. One with a reference makes as many units active at each step
-as the reference's run of the same seed did, so that the two differ in the choice alone; the stabilisers
-(:mod:`gnmr.lab.stabilisers`) are the reference's too, for the same reason::
+An arm is written ``trigger[:variant][@reference][+stabiliser...]``. A variant is one of the recipe's policies:
+``gnmr:NAME`` runs with what the section ``[variants.NAME]`` has in place of ``[policy]``'s. One with a reference makes
+as many units active at each step as the reference's run of the same seed did, so that the two differ in the choice
+alone; the stabilisers (:mod:`gnmr.lab.stabilisers`) are the reference's too, for the same reason::
 
+    exact                no cast at all: the 16-bit training that the paper's tables end with
     edges                the first and the last decoder layer for the whole run
     random@gnmr          as many units at the same steps as the arm gnmr, drawn at random ("random" is short for it)
     norm@gnmr            likewise, those of the largest gradient norm
@@ -16,6 +18,7 @@ as the reference's run of the same seed did, so that the two differ in the choic
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +42,7 @@ def _edges(n_units: int, policy: Policy, units: Sequence[str]) -> Controller:
 TRIGGERS: dict[str, Factory] = {
     "high": partial(Fixed, recover=True),
     "low": partial(Fixed, recover=False),
+    "exact": partial(Fixed, recover=True),
     "edges": _edges,
     "gnmr": Controller,
     "random": Random,
@@ -62,6 +66,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 MATCHED = ("random", "always", "norm", "oracle")
 """The triggers that can be matched to another arm."""
 
+STATIC = ("high", "low", "exact", "edges")
+"""The triggers that no policy moves."""
+
+VARIANT = r"^[A-Za-z0-9_-]+$"
+"""What a variant is called: a bare key of TOML."""
+
 DEFAULT = ("high", "low", "gnmr", "random", "always", "norm")
 """The arms of a recipe that names none."""
 
@@ -76,6 +86,7 @@ class Arm:
         reference: the arm that it is matched to, with its stabilisers, or None.
         stabilisers: keys of :data:`gnmr.lab.stabilisers.SETTINGS`.
         rate: in place of a reference, the chance of each unit.
+        variant: a key of the recipe's ``variants``, or None: its policy.
     """
 
     name: str
@@ -83,6 +94,12 @@ class Arm:
     reference: str | None = None
     stabilisers: tuple[str, ...] = ()
     rate: float | None = None
+    variant: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the model runs without any cast."""
+        return self.trigger == "exact"
 
 
 def parse_arm(name: str) -> Arm:
@@ -95,9 +112,12 @@ def parse_arm(name: str) -> Arm:
     Examples:
         >>> parse_arm("norm@gnmr+zclip").reference
         'gnmr+zclip'
+        >>> parse_arm("gnmr:half").variant
+        'half'
     """
     choice, *added = name.split("+")
-    trigger, at, reference = choice.partition("@")
+    head, at, reference = choice.partition("@")
+    trigger, colon, variant = head.partition(":")
     if trigger not in TRIGGERS:
         close = difflib.get_close_matches(trigger, TRIGGERS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -109,10 +129,16 @@ def parse_arm(name: str) -> Arm:
         return Arm(name, trigger, rate=rate, stabilisers=parse_stabilisers(name, added))
     if at and (trigger not in MATCHED or parse_arm(reference).reference is not None):
         raise RecipeError(f"arm {name!r} cannot be matched like this: {_matched()} are, to an arm that is not matched")
+    if colon and (trigger in STATIC or not re.match(VARIANT, variant)):
+        raise RecipeError(
+            f"arm {name!r} is no variant: it is written TRIGGER:NAME, with the name of a section [variants.NAME]; "
+            f"{', '.join(STATIC)} have none"
+        )
     stabilisers = parse_stabilisers(name, added)
     if trigger == "random" and not at:
         reference = "gnmr"
-    return Arm(name, trigger, "+".join((reference, *stabilisers)) if reference else None, stabilisers)
+    matched = "+".join((reference, *stabilisers)) if reference else None
+    return Arm(name, trigger, matched, stabilisers, variant=variant or None)
 
 
 def make_trigger(arm: Arm, options: Mapping[str, Any], seed: int, folder: Path) -> Factory:

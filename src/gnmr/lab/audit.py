@@ -64,7 +64,7 @@ def audit_run(
         What stands in ``audit.json``: for each step and unit the gaps and the scores, and for each score its ranking.
 
     Raises:
-        gnmr.RunError: a step outside the run, or an arm that has a signal of its own.
+        gnmr.RunError: a step outside the run, or an arm that has a signal of its own or no casts.
     """
     wrong = [step for step in at if not 1 <= step <= recipe.run.steps]
     if wrong or not at:
@@ -72,8 +72,10 @@ def audit_run(
     if micro_batches < 1:
         raise RunError(f"micro_batches must be >= 1, got {micro_batches}")
     chosen = parse_arm(arm)
+    if chosen.exact:
+        raise RunError("the arm 'exact' casts nothing, so it has no gap to measure: audit another, such as gnmr")
     plain = make_trigger(chosen, recipe.triggers.get(chosen.trigger, {}), seed, folder)
-    if plain(1, recipe.make_policy().resolve(recipe.run.steps)).needs is not None:
+    if plain(1, recipe.make_policy(chosen.variant).resolve(recipe.run.steps)).needs is not None:
         raise RunError(f"the arm {arm!r} reads a signal of its own: audit one that reads the norms alone, such as gnmr")
     auditors: list[Auditor] = []
 

@@ -1,12 +1,10 @@
 """Recipes: what a run is, as a TOML file that is checked before anything is computed."""
 
-import difflib
 import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -16,9 +14,14 @@ from pydantic import Field, ValidationError, model_validator
 from gnmr import Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
 from gnmr.lab.arms import DEFAULT, check_options, parse_arm
-from gnmr.lab.sections import ArmName, Data, Model, Optimizer, Run, Section, Stress, Units
+from gnmr.lab.library import hint as _hint
+from gnmr.lab.library import list_recipes, read_recipe
+from gnmr.lab.scales import Scale, at_scale
+from gnmr.lab.sections import ArmName, Data, Model, Optimizer, Run, Section, Stress, Units, VariantName
 from gnmr.lab.stabilisers import check_fits
 from gnmr.lab.stress import stressed
+
+__all__ = ["Recipe", "list_recipes", "load_recipe"]
 
 _PATHS: dict[str, type[Paths]] = {"saved_activations": SavedActivations, "simulated": Simulated}
 
@@ -29,20 +32,24 @@ class Recipe(Section):
     Attributes:
         name: of the comparison's folder.
         description: one line.
+        scale: at which it was read, or None for a recipe without scales; see :mod:`gnmr.lab.scales`.
         paths: ``kind`` and the keyword arguments of that path class.
         policy: fields of :class:`gnmr.Policy`.
+        variants: by name, fields that are other than in ``policy``, for the arms ``TRIGGER:NAME``.
         triggers: options of triggers, such as ``[triggers.gap] threshold = 0.02``; see :mod:`gnmr.lab.arms`.
         arms: which arms a comparison runs; see :mod:`gnmr.lab.arms`.
     """
 
     name: str
     description: str = ""
+    scale: Scale | None = None
     model: Model = Model()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     units: Units = Units()
     paths: dict[str, Any]
     policy: dict[str, Any]
+    variants: dict[VariantName, dict[str, Any]] = Field(default_factory=dict)
     triggers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     run: Run = Run()
     stress: Stress | None = None
@@ -51,17 +58,18 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         self.make_paths()
-        policy = self.make_policy().resolve(self.run.steps)
+        for variant in (None, *self.variants):
+            self.make_policy(variant).resolve(self.run.steps)
         if not self.arms or len(set(self.arms)) != len(self.arms):
             raise ValueError(f"arms must be distinct, at least one, got {list(self.arms)}")
         arms = [parse_arm(name) for name in self.arms]
-        check_options(arms, self.triggers, policy)
         if any(arm.trigger == "gsnr" for arm in arms) and self.run.gradient_accumulation < 2:
             raise ValueError("the arm 'gsnr' compares micro-batches: run.gradient_accumulation must be >= 2")
         for arm in arms:
             check_fits(arm.name, arm.stabilisers, self.optimizer)
             if arm.reference is not None and arm.reference not in self.arms:
                 raise ValueError(f"the arm {arm.name!r} is matched to {arm.reference!r}, which must be among the arms")
+            check_options([arm], self.triggers, self.make_policy(arm.variant).resolve(self.run.steps))
         if self.stress is not None and self.stress.first_step > self.run.steps:
             raise ValueError(
                 f"stress.first_step = {self.stress.first_step} is beyond run.steps = {self.run.steps}: no fault would "
@@ -69,23 +77,39 @@ class Recipe(Section):
             )
         return self
 
-    def make_policy(self) -> Policy:
-        """Return the policy; ``beta = "none"`` is how TOML says None."""
-        _check_keys("policy", self.policy, [field.name for field in fields(Policy)])
-        values = dict(self.policy)
+    @property
+    def folder(self) -> Path:
+        """Where its runs lie under ``runs/``: each scale has a folder of its own."""
+        return Path(self.name) / (self.scale or "")
+
+    def check_variant(self, variant: str | None) -> None:
+        """Raise ``ValueError`` unless the recipe has this variant; None is the policy itself."""
+        if variant is not None and variant not in self.variants:
+            known = ", ".join(self.variants) or "none"
+            raise ValueError(f"there is no variant {variant!r}{_hint(variant, self.variants)}; the recipe has {known}")
+
+    def make_policy(self, variant: str | None = None) -> Policy:
+        """Return the policy, or a variant of it; ``beta = "none"`` is how TOML says None."""
+        self.check_variant(variant)
+        section, own = ("policy", self.policy) if variant is None else (f"variants.{variant}", self.variants[variant])
+        _check_keys(section, own, [field.name for field in fields(Policy)])
+        values = {**self.policy, **own}
         if values.get("beta") == "none":
             values["beta"] = None
         try:
             return Policy.from_dict(values)
         except ValueError as error:
-            raise ValueError(str(error).replace("Policy.", "policy.")) from None
+            raise ValueError(str(error).replace("Policy.", f"{section}.")) from None
 
-    def make_paths(self, seed: int = 0) -> Any:
+    def make_paths(self, seed: int = 0, *, exact: bool = False) -> Any:
         """Return fresh paths, with the recipe's faults if it has a stress section.
 
         Args:
             seed: of stochastic rounding, where the recipe names none.
+            exact: paths that cast nothing, in the recipe's place, and without its faults.
         """
+        if exact:
+            return Simulated(low="exact", high="exact")
         options = dict(self.paths)
         kind = options.pop("kind", None)
         if kind not in _PATHS:
@@ -106,63 +130,33 @@ class Recipe(Section):
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = (), scale: str | None = None) -> Recipe:
     """Read a packaged recipe by name, or a TOML file.
 
     Args:
-        name_or_path: such as ``demo`` or ``./mine.toml``.
-        overrides: ``section.key=value`` with the value as TOML; a bare word is a string.
+        name_or_path: such as ``demo``, ``paper/a-60m`` or ``./mine.toml``.
+        overrides: ``section.key=value`` with the value as TOML; a bare word is a string. They come after the scale.
+        scale: see :mod:`gnmr.lab.scales`.
 
     Raises:
-        gnmr.RecipeError: no such recipe; a file that is no TOML; an unknown key or a wrong value. The message names
-            the file, the key and, for a misspelt one, the right one.
+        gnmr.RecipeError: no such recipe or scale; a file that is no TOML; an unknown key or a wrong value. The message
+            names the file, the key and, for a misspelt one, the right one.
 
     Examples:
         >>> load_recipe("demo", ["policy.max_active=6"]).policy["max_active"]
         6
+        >>> load_recipe("paper/a-60m", scale="tiny").model.num_hidden_layers
+        4
         >>> load_recipe("demo", ["policy.max_actve=6"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         gnmr.errors.RecipeError: recipe demo: unknown key 'policy.max_actve'; did you mean 'max_active'?...
     """
-    where, text = _read(name_or_path)
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{where} is no valid TOML: {error}") from error
+    where, values = read_recipe(name_or_path)
+    values = at_scale(where, values, scale)
     for override in overrides:
         _apply(values, override)
     return _validated(where, values)
-
-
-def list_recipes() -> dict[str, str]:
-    """Return the packaged recipes and their one-line descriptions."""
-    found = {}
-    for file in sorted(_packaged().iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".toml"):
-            found[file.name.removesuffix(".toml")] = tomllib.loads(file.read_text())["description"]
-    return found
-
-
-def _packaged() -> Any:
-    return files("gnmr.lab") / "recipes"
-
-
-def _read(name_or_path: str | Path) -> tuple[str, str]:
-    path = Path(name_or_path)
-    if path.suffix != ".toml":
-        packaged = _packaged() / f"{name_or_path}.toml"
-        if not packaged.is_file():
-            known = list_recipes()
-            raise RecipeError(
-                f"there is no recipe {str(name_or_path)!r}{_hint(str(name_or_path), known)}; packaged are "
-                f"{', '.join(known)}, and a file's name ends in .toml"
-            )
-        return f"recipe {name_or_path}", packaged.read_text()
-    try:
-        return str(path), path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -225,11 +219,6 @@ def _keys_of(sections: Sequence[Any]) -> list[str]:
         annotation = model.model_fields[str(section)].annotation
         model = next(c for c in (annotation, *get_args(annotation)) if hasattr(c, "model_fields"))
     return list(model.model_fields)
-
-
-def _hint(name: object, known: Any) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _without_none(value: Any) -> Any:

@@ -22,8 +22,13 @@ PROGRESS = "lab.json"
 
 
 def run_name(arm: str, seed: int) -> str:
-    """Return the name of a run's folder."""
-    return f"{arm}-s{seed}"
+    """Return the name of a run's folder; a variant's colon, which some file systems lack, becomes a dot.
+
+    Examples:
+        >>> run_name("gnmr:half", 0)
+        'gnmr.half-s0'
+    """
+    return f"{arm.replace(':', '.')}-s{seed}"
 
 
 @contextmanager

@@ -4,9 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from gnmr.lab.arms import parse_arm
+from gnmr.lab.arms import VARIANT, parse_arm
 
 ArmName = Annotated[str, AfterValidator(lambda name: parse_arm(name).name)]
+VariantName = Annotated[str, Field(pattern=VARIANT)]
 
 # Strict: the text "400" and the truth value true are no numbers of steps.
 Positive = Annotated[int, Field(ge=1, strict=True)]

@@ -47,9 +47,10 @@ def write_tables(comparison: Mapping[str, Any], folder: Path) -> None:
 
 def as_rich(comparison: Mapping[str, Any]) -> Group:
     """Return the table for a terminal: metrics down, arms across, and below what does not fit beside the others."""
-    lines, tables = _cells(comparison), list[Table]()
+    lines, tables, recipe = _cells(comparison), list[Table](), comparison["recipe"]
+    name = f"{recipe['name']} at scale {recipe['scale']}" if recipe["scale"] else recipe["name"]
     for arms in _abreast([row["arm"] for row in comparison["rows"]]):
-        title = None if tables else f"{comparison['recipe']['name']}: means over {_seeds(comparison)}"
+        title = None if tables else f"{name}: means over {_seeds(comparison)}"
         table = Table(title=title, title_justify="left")
         table.add_column("", no_wrap=True)
         for arm in arms.values():

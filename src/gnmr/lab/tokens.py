@@ -137,7 +137,8 @@ def _pretrained(name: str) -> FastTokenizer:
         loaded = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"data.tokenizer = {name!r} is neither 'bytes' nor 'bpe', nor can it be loaded: {error}"
+            f"data.tokenizer = {name!r} is neither 'bytes' nor 'bpe', nor can it be loaded (without a network, name a "
+            f"folder that holds it): {' '.join(str(error).split())}"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None or loaded.eos_token_id is None:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from gnmr import Guard, Paths, find_units
 from gnmr._io import write_json, write_text
-from gnmr.errors import RunError
+from gnmr.errors import RecipeError, RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
 from gnmr.lab import runs
 from gnmr.lab.arms import Arm, Factory, make_trigger, parse_arm
@@ -91,6 +91,7 @@ def train_arm(
         gnmr.lab.train.InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     chosen = parse_arm(arm)
+    _check_variant(recipe, chosen)
     check_fits(arm, chosen.stabilisers, recipe.optimizer)
     transformers_logging.disable_progress_bar()
     with runs.claimed(folder), runs.kept_on_failure(folder):
@@ -280,16 +281,26 @@ def check_same(recipe: Recipe, arm: str, seed: int, folder: Path) -> None:
         began = runs.read_json(facts)
         if (began["arm"], began["seed"]) != (arm, seed):
             raise RunError(f"{folder} holds arm {began['arm']!r} with seed {began['seed']}: {then}")
-    # The other arms and seeds of a comparison are no business of this run.
-    before, after = (
-        _flat(each.model_dump(mode="json", exclude={"arms": True, "description": True, "run": {"seeds"}}))
-        for each in (load_recipe(folder / runs.RECIPE), recipe)
-    )
+    variant = parse_arm(arm).variant
+    before, after = (_flat(_of_this_run(each, variant)) for each in (load_recipe(folder / runs.RECIPE), recipe))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             raise RunError(
                 f"{folder} was begun with {key} = {before.get(key)!r}, and the recipe says {after.get(key)!r}: {then}"
             )
+
+
+def _of_this_run(recipe: Recipe, variant: str | None) -> dict[str, Any]:
+    """Leave out what is no business of a run: the other arms, variants and seeds of a comparison."""
+    others: Any = {"arms": True, "description": True, "variants": True, "run": {"seeds"}}
+    return {**recipe.model_dump(mode="json", exclude=others), "variant": recipe.variants.get(variant or "")}
+
+
+def _check_variant(recipe: Recipe, arm: Arm) -> None:
+    try:
+        recipe.check_variant(arm.variant)
+    except ValueError as error:
+        raise RecipeError(f"arm {arm.name!r}: {error}") from None
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
@@ -333,8 +344,8 @@ def _make_trainer(
         trigger, signal = audit[0], audit[1](trainer)
     trainer.guard_callback = GuardCallback(
         trainer,
-        _paths(recipe, seed, folder, model),
-        recipe.make_policy(),
+        _paths(recipe, arm, seed, folder, model),
+        recipe.make_policy(arm.variant),
         trigger=trigger,
         signal=signal,
         record=folder / runs.TRACE,
@@ -375,7 +386,7 @@ def _arguments(recipe: Recipe, arm: Arm, seed: int, folder: Path) -> TrainingArg
         output_dir=str(folder),
         max_steps=run.steps,
         per_device_train_batch_size=run.batch_size,
-        per_device_eval_batch_size=run.batch_size * 8,
+        per_device_eval_batch_size=_eval_batch(recipe),
         gradient_accumulation_steps=run.gradient_accumulation,
         learning_rate=optimizer.lr,
         adam_beta1=optimizer.beta1,
@@ -404,15 +415,21 @@ def _arguments(recipe: Recipe, arm: Arm, seed: int, folder: Path) -> TrainingArg
     )
 
 
+def _eval_batch(recipe: Recipe) -> int:
+    """Return how many sequences are evaluated at once: no backward, but logits of a vocabulary for every token."""
+    batch = recipe.run.batch_size
+    return min(8 * batch, max(batch, 16384 // recipe.data.sequence_length))
+
+
 def _units(recipe: Recipe) -> dict[str, Any]:
     return recipe.units.model_dump()
 
 
-def _paths(recipe: Recipe, seed: int, folder: Path, model: Any) -> Any:
-    paths, stress = recipe.make_paths(seed), recipe.stress
+def _paths(recipe: Recipe, arm: Arm, seed: int, folder: Path, model: Any) -> Any:
+    paths, stress = recipe.make_paths(seed, exact=arm.exact), recipe.stress
     if stress is None:
         return paths
-    paths.faults = schedule(
+    faults = schedule(
         n_units=len(find_units(model, **_units(recipe))),
         steps=recipe.run.steps,
         first_step=stress.first_step,
@@ -420,7 +437,9 @@ def _paths(recipe: Recipe, seed: int, folder: Path, model: Any) -> Any:
         duration=stress.duration,
         seed=seed,
     )
-    write_json(folder / runs.FAULTS, [fault._asdict() for fault in paths.faults])
+    write_json(folder / runs.FAULTS, [fault._asdict() for fault in faults])
+    if not arm.exact:
+        paths.faults = faults
     return paths
 
 

@@ -201,9 +201,7 @@ class Guard:
         finally:
             self.step_seconds = time.perf_counter() - began
 
-    def _step(
-        self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None
-    ) -> Decision | None:
+    def _step(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None) -> Decision | None:
         if self._group is None and not self._fresh:
             return self._not_fresh(self._monitor.has_gradient())
         if scaler is not None and not scaler.is_enabled():

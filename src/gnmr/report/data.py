@@ -23,6 +23,7 @@ class RunData:
         evaluations: (steps, values) of the validation loss.
         trace: its trace, or None where none was recorded.
         faulty: (T, N) bool, or None where no faults were injected.
+        by_tokens: (tokens, values) of the training loss; empty where the metrics have no tokens.
     """
 
     arm: str
@@ -31,6 +32,7 @@ class RunData:
     evaluations: tuple[list[int], list[float]]
     trace: Trace | None
     faulty: NDArray[np.bool_] | None
+    by_tokens: tuple[list[int], list[float]] = ([], [])
 
     @property
     def static(self) -> bool:
@@ -73,11 +75,13 @@ def _read_run(folder: Path, arm: str, seed: int) -> RunData:
                 faulty[fault["first"] - 1 : fault["last"], fault["unit"]] = True
         except (KeyError, TypeError, IndexError) as error:
             raise RunError(f"{faults_file} is damaged: {error!r}") from error
-    return RunData(arm, seed, _curve(rows, "loss"), _curve(rows, "eval_loss"), trace, faulty)
+    return RunData(
+        arm, seed, _curve(rows, "loss"), _curve(rows, "eval_loss"), trace, faulty, _curve(rows, "loss", "tokens")
+    )
 
 
-def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    found = [(int(row["step"]), float(row[key])) for row in rows if key in row]
+def _curve(rows: list[dict[str, Any]], key: str, over: str = "step") -> tuple[list[int], list[float]]:
+    found = [(int(row[over]), float(row[key])) for row in rows if key in row and over in row]
     return [step for step, _ in found], [value for _, value in found]
 
 

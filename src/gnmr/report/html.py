@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from gnmr._io import write_text
-from gnmr.report import plots
+from gnmr.report import figures, plots
 from gnmr.report.data import RunData, read_comparison
 from gnmr.report.style import CSS, SCRIPT
 from gnmr.report.tables import findings, promoted_table, result_table, settings
@@ -39,13 +39,15 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 def page(comparison: Mapping[str, Any], runs: Sequence[RunData]) -> str:
     """Return the whole page."""
     recipe = comparison["recipe"]
-    title = f"{recipe['name']}: {', '.join(comparison['arms'])}"
+    scale = f" at scale {recipe['scale']}" if recipe.get("scale") else ""
+    title = f"{recipe['name']}{scale}: {', '.join(comparison['arms'])}"
     body = [
-        f"<header><h1>{escape(recipe['name'])}</h1><p class=lead>{escape(recipe['description'])}</p>",
+        f"<header><h1>{escape(recipe['name'] + scale)}</h1><p class=lead>{escape(recipe['description'])}</p>",
         f"<p>{escape(_what(comparison))}</p></header>",
         _section("Result", result_table(comparison) + findings(comparison)),
         _section("Loss", _losses(runs)),
         _section("What the controller saw", _maps(runs)),
+        _section("As the paper draws it", _paper(runs)),
         _section("Budget", _budget(runs)),
         _section("Most promoted units", _promoted(runs)),
         _section("Policy, recipe and environment", settings(comparison)),
@@ -77,7 +79,10 @@ def _what(comparison: Mapping[str, Any]) -> str:
     run = comparison["recipe"]["run"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
     count = f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed: no statement about chance is possible"
-    return f"{len(comparison['arms'])} arms of {run['steps']} steps, {count}, on {where}."
+    said = f"{len(comparison['arms'])} arms of {run['steps']} steps, {count}, on {where}."
+    if comparison["recipe"].get("scale") in ("tiny", "small"):
+        said += " This scale has other sizes, another text and fewer tokens than the paper: compare the arms here only."
+    return said
 
 
 def _losses(runs: Sequence[RunData]) -> str:
@@ -115,6 +120,26 @@ def _maps(runs: Sequence[RunData]) -> str:
         "<p class=note>Here are the gnmr arm with every seed, and the other arms with the first. Colours end at "
         f"{2**plots.CLIP:g} and {2**-plots.CLIP:g}.{bins} The static arms have no marks of recovery.</p>"
     )
+
+
+def _paper(runs: Sequence[RunData]) -> str:
+    first = min(run.seed for run in runs)
+    traced = [run for run in runs if run.seed == first and run.trace is not None]
+    drawn = ""
+    if traced:
+        drawn += "<h3>GNMR over the steps (Figures 2 and 3)</h3>" + _figure(
+            figures.gnmr_over_steps(traced), "GNMR of all arms over the steps"
+        )
+        drawn += (
+            f"<p class=note>Seed {first}; thick: the mean over the units, thin: the largest, of the steps of a point. "
+            "A click on an arm hides it.</p>"
+        )
+    counted = [run for run in runs if run.by_tokens[0]]
+    if counted:
+        drawn += "<h3>Training loss over tokens (Figure 4)</h3>" + _figure(
+            figures.loss_over_tokens(counted), "Training loss of all arms over tokens"
+        )
+    return drawn or "<p>The runs left neither traces nor tokens.</p>"
 
 
 def _budget(runs: Sequence[RunData]) -> str:
