@@ -15,13 +15,17 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo persistent test lint bench wheel clean
+.PHONY: demo persistent evidence test lint bench wheel clean
 
 demo: $(READY)  ## The main job: six arms, three seeds, transient faults; a table and an HTML report
 	$(BIN)/gnmr compare demo
 
 persistent: $(READY)  ## The second recipe: a low path that is too coarse all the time
 	$(BIN)/gnmr compare persistent
+
+evidence: $(DEV)  ## Eight seeds of every trigger in five regimes (hours, resumable), and docs/evidence.md from them
+	for regime in fg d8 d6c b4c m6; do $(BIN)/gnmr compare evidence/$$regime --out runs/evidence/$$regime || exit 1; done
+	$(BIN)/python benchmarks/evidence.py
 
 test: $(DEV)  ## Every test, docstring examples included
 	$(BIN)/python -m pytest -n 2 --doctest-modules src/gnmr tests
