@@ -1,8 +1,8 @@
 """Write docs/evidence.md and its plot from the comparisons under runs/evidence (``make evidence``).
 
-The share of the gap that an arm closes is ``(low - arm) / (low - high)`` in validation loss, each seed's own loss over the
-regime's mean gap, so that regimes can be pooled: the pooled difference of two arms is the mean over the regimes of their
-mean paired differences, and its standard error the root of the summed squares of theirs, over the number of regimes.
+The share of the gap that an arm closes is ``(low - arm) / (low - high)`` in validation loss, each seed's own loss over
+the regime's mean gap, so that regimes can be pooled: the pooled difference of two arms is the mean over the regimes of
+their mean paired differences, and its standard error the root of the summed squares of theirs, over their number.
 """
 
 import sys
@@ -45,7 +45,7 @@ class Regime:
         return (self.loss["low"] - self.loss[arm]) / self.width
 
     def difference(self, first: str, second: str) -> tuple[float, float, int, int]:
-        """Return mean and standard error of a paired difference in closed shares, and in how many of the seeds it is > 0."""
+        """Return mean and standard error of a paired difference in closed shares, and how many of the seeds are > 0."""
         gaps = self.closed(first) - self.closed(second)
         return float(gaps.mean()), error(gaps), int(np.sum(gaps > 0)), len(gaps)
 
@@ -132,8 +132,8 @@ drawn at random, by gradient norm, by the paper's risk. `oracle` fills the budge
 fourth step anew. In FG and M6 the fault is in a cast, which is what `gap` measures: there it sees the cause, the other
 triggers the effect."""
 
-ABOUT_PAIRS = """Differences in the share of the gap closed, in percentage points, paired by seed, with the seeds in which
-the first is better; pooled over the regimes, and the pooled difference in its standard errors."""
+ABOUT_PAIRS = """Differences in the share of the gap closed, in percentage points, paired by seed, with the seeds in
+which the first is better; pooled over the regimes, and the pooled difference in its standard errors."""
 
 if __name__ == "__main__":
     main()
