@@ -47,8 +47,7 @@ def write_tables(comparison: Mapping[str, Any], folder: Path) -> None:
 
 def as_rich(comparison: Mapping[str, Any]) -> Group:
     """Return the table for a terminal: metrics down, arms across, and below what does not fit beside the others."""
-    lines, tables, recipe = _cells(comparison), list[Table](), comparison["recipe"]
-    name = f"{recipe['name']} at scale {recipe['scale']}" if recipe["scale"] else recipe["name"]
+    lines, tables, name = _cells(comparison), list[Table](), comparison["recipe"]["name"]
     for arms in _abreast([row["arm"] for row in comparison["rows"]]):
         title = None if tables else f"{name}: means over {_seeds(comparison)}"
         table = Table(title=title, title_justify="left")
@@ -156,5 +155,6 @@ def _cell(entry: Mapping[str, Any], key: str, unit: str) -> str:
 
 
 def _seeds(comparison: Mapping[str, Any]) -> str:
-    count = len(comparison["seeds"])
-    return f"{count} seed" + ("s" if count > 1 else "")
+    """Say how many seeds, and at which scale if the recipe has several."""
+    count, scale = len(comparison["seeds"]), comparison["recipe"]["scale"]
+    return f"{count} seed" + ("s" if count > 1 else "") + (f" at scale {scale}" if scale else "")
