@@ -26,6 +26,7 @@ PUBLIC_TO_LAB = {
         "gnmr.trace",
         "gnmr.replay",
         "gnmr.triggers",
+        "gnmr.theory",
         "gnmr.memory",
         "gnmr.errors",
         "gnmr.policy",

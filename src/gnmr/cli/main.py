@@ -12,6 +12,7 @@ from gnmr.cli.compare import compare
 from gnmr.cli.recipes import recipes
 from gnmr.cli.replay import replay
 from gnmr.cli.report import report
+from gnmr.cli.suggest import suggest
 from gnmr.cli.tables import tables
 from gnmr.cli.train import train
 from gnmr.errors import GnmrError
@@ -63,5 +64,5 @@ def _plainly(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for _command in (train, compare, audit, replay, report, recipes, tables):
+for _command in (train, compare, audit, replay, suggest, report, recipes, tables):
     app.command()(_plainly(_command))

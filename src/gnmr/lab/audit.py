@@ -29,6 +29,7 @@ from gnmr.lab.recipe import Recipe
 from gnmr.lab.train import RunTrainer, Say, train_arm
 from gnmr.pytorch.gaps import Closure, Gaps, measure_gaps
 from gnmr.pytorch.signals import CastError, Jacobian, MicroBatchNoise, Signal
+from gnmr.theory import persistence
 from gnmr.trace import Trace, read_trace
 
 SCHEMA = 1
@@ -178,7 +179,7 @@ def _report(auditor: Auditor, trace: Trace, several: bool) -> dict[str, Any]:
         "units": list(trace.units),
         "max_active": k,
         "chance": chance,
-        "persistence": _persistence(trace),
+        "persistence": runs.number(persistence(trace)[1]) if persistence(trace)[2] else None,
         "ranking": means,
         "steps": steps,
     }
@@ -195,12 +196,6 @@ def _scores(trace: Trace, row: int, signals: Mapping[str, Floats]) -> dict[str, 
         "gap x gnmr": signals["error"] * norm * gnmr,
         **signals,
     }
-
-
-def _persistence(trace: Trace) -> float | None:
-    """Return π of Theorem 1, pooled: of the unit-steps over the threshold, the share that is again a step later."""
-    now, later = trace.exceeds[:-1], trace.exceeds[1:] & trace.observed[1:]
-    return float((now & later).sum() / now.sum()) if now.any() else None
 
 
 def _numbers(values: Floats) -> list[Any]:
