@@ -139,8 +139,8 @@ def false_alarm_bound(alpha: ArrayLike, t: ArrayLike, *, kappa: float, c: float 
 
     ``exp(-c min(ε²/κ², ε/κ)) + 2 exp(-c (t - 1) min((ε/α)²/κ², (ε/α)/κ))`` with ε = α - 1, and no more than 1, since it
     bounds a probability. It holds for independent norms whose deviation from their mean, over the mean, is
-    sub-exponential with scale κ. The first term is the norm itself, the second the mean of its history, which fades with
-    t. A bound, and far above the true rate: :func:`empirical_threshold` reads that off a trace.
+    sub-exponential with scale κ. The first term is the norm itself, the second the mean of its history, which fades
+    with t. A bound, and far above the true rate: :func:`empirical_threshold` reads that off a trace.
 
     The paper names no c; 1/20 is one. With the norms over their mean, ``n >= α A`` needs ``n - 1 >= ε / 2`` or
     ``1 - A >= ε / (2 α)``. For centred X with ``E|X|^p <= p! κ^p`` (what :func:`estimate_kappa` asks for) Bernstein's
@@ -196,8 +196,8 @@ def suggest_alpha(rate: float, t: int, *, kappa: float, c: float = BERNSTEIN) ->
         raise ValueError(f"rate must be in (0, 1), got {rate!r}")
     if false_alarm_bound(_HIGHEST, t, kappa=kappa, c=c) > rate:
         raise ValueError(
-            f"no alpha bounds the false alarms by {rate} at step {t} with kappa = {kappa}: the mean of {t - 1} norms is "
-            "too uncertain; ask for a later step or a higher rate"
+            f"no alpha bounds the false alarms by {rate} at step {t} with kappa = {kappa}: the mean of {t - 1} norms "
+            "is too uncertain; ask for a later step or a higher rate"
         )
     low, high = 1.0, _HIGHEST
     while high - low > 1e-9 * high:
@@ -275,7 +275,8 @@ def empirical_threshold(values: ArrayLike, rate: float) -> float:
     found = found[np.isfinite(found)]
     if len(found) * rate < 1:
         raise ValueError(
-            f"a rate of {rate} takes {math.ceil(1 / rate)} unit-steps or more to be read off, and there are {len(found)}"
+            f"a rate of {rate} takes {math.ceil(1 / rate)} unit-steps or more to be read off, and there are "
+            f"{len(found)}"
         )
     return float(np.quantile(found, 1 - rate, method="lower"))
 
