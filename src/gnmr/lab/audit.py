@@ -26,7 +26,8 @@ from gnmr.errors import RunError
 from gnmr.lab import runs
 from gnmr.lab.arms import make_trigger, parse_arm
 from gnmr.lab.recipe import Recipe
-from gnmr.lab.train import RunTrainer, Say, train_arm
+from gnmr.lab.train import train_arm
+from gnmr.lab.trainer import RunTrainer, Say
 from gnmr.pytorch.gaps import Closure, Gaps, measure_gaps
 from gnmr.pytorch.signals import CastError, Jacobian, MicroBatchNoise, Signal
 from gnmr.theory import persistence

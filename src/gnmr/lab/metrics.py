@@ -13,6 +13,8 @@ Definitions, where a word could mean several things:
   itself does not hide a spike. A value with fewer than 20 before it is not judged; one that is not finite is a spike,
   and in no average.
 - *gradient norm*: the L2 norm over all units of the gradients as they came, before any clipping.
+- *decision*: the guard's part in a step, from reading the norms to setting the paths; what a trigger measures during
+  forward and backward is in the step.
 - *coverage*: faulty unit-steps that ran on the recovery path. *False alarms*: unit-steps on the recovery path that
   were not faulty.
 """
@@ -61,6 +63,7 @@ COLUMNS = (
     Column("fault_coverage", "faults covered", "%", better="higher"),
     Column("false_alarms", "false alarms", "%", better="lower"),
     Column("step_seconds", "median step", "ms", better="lower"),
+    Column("decision_seconds", "of it, decision", "ms", better="lower"),
     Column("tokens_per_second", "throughput", "tok/s", better="higher"),
     Column("held_bytes_units", "held by units", "MiB", better="lower"),
     Column("held_bytes_model", "held by model", "MiB", better="lower"),
@@ -95,8 +98,10 @@ def measure_run(folder: Path, vocab_size: int | None = None) -> Values:
     done = summary(trace)
     static = trace.header.get("trigger") == "fixed"
     measured = {key: float(result[key]) for key in _MEASURED}
+    decision = result.get("decision_seconds")  # a run of an earlier gnmr has none
     return {
         **measured,
+        "decision_seconds": None if decision is None else float(decision),
         "diverged": float(diverged(losses, evaluations, vocab_size)),
         "loss_spikes": spike_score(losses),
         "grad_spikes": spike_score(global_norms(trace)),

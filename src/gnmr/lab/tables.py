@@ -24,6 +24,7 @@ _TERMINAL = (
     "fault_coverage",
     "false_alarms",
     "step_seconds",
+    "decision_seconds",
     "tokens_per_second",
     "held_bytes_units",
     "held_bytes_model",
