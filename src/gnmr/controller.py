@@ -312,6 +312,9 @@ class Controller:
         """How many steps have been seen (a host sync on an accelerator)."""
         return int(self.state.step)
 
+    uncapped: bool = False
+    """Whether the active set is a baseline outside the cap."""
+
     needs: str | None = None
     """The signal that a trigger reads beside the norms: a key of :data:`gnmr.pytorch.signals.SIGNALS`."""
 
@@ -392,6 +395,8 @@ class Controller:
             _warn("the saved histories have another length than the policy asks for: statistics start fresh")
         for name in names:
             values[name] = _carried(values[name], state_dict[name], mine, theirs)
+        if step >= self.policy.warmup_steps:
+            values["active"], values["lock"] = self._capped(values["active"], values["lock"])
         _warn_of_strangers(self.units, tuple(saved))
         xp = array_api_compat.array_namespace(self._xp.empty(0))
 
@@ -399,6 +404,18 @@ class Controller:
             return xp.asarray(value, device=self._device)
 
         self.state = State(**{k: tuple(map(there, v)) if isinstance(v, tuple) else there(v) for k, v in values.items()})
+
+    def _capped(self, active: Array, lock: Array) -> tuple[Array, Array]:
+        """Bring a state that was saved under another policy within this one's cap and lock."""
+        lock = np.minimum(lock, self.policy.lock_steps)
+        most, held = self.policy.max_active, int(np.count_nonzero(active))
+        if held <= most or self.uncapped:
+            return active, lock
+        _warn(f"{held} units were active, and the cap is {most} now: the {most} that were locked longest stay")
+        kept = np.zeros_like(active)
+        order = np.lexsort((np.arange(len(lock)), -lock, ~active))
+        kept[order[:most]] = True
+        return kept, np.where(kept, lock, 0)
 
 
 def _carried(new: Array, old: Sequence[Any], mine: list[int], theirs: list[int]) -> Array:
@@ -417,6 +434,16 @@ def _check(saved: Mapping[str, Any], policy: Policy, allow_policy_change: bool) 
     missing = sorted(wanted - set(saved))
     if missing:
         raise StateError(f"this is no controller state: it has no {missing[0]!r}")
+    n = len(saved["units"])
+    rows = {name: [saved[name]] for name in ("count", "mean", "active", "lock")} | {
+        "queue": saved["queue"],
+        "past": saved["past"],
+    }
+    for name, values in rows.items():
+        if any(len(row) != n for row in values):
+            raise StateError(f"the state is damaged: {name!r} does not have {n} values, one for each unit")
+    if not np.isfinite(np.asarray(saved["mean"], dtype=np.float64)).all():
+        raise StateError("the state is damaged: 'mean' holds a number that is not finite")
     if saved["schema"] != SCHEMA:
         raise StateError(
             f"the state has schema {saved['schema']!r}, and this gnmr reads {SCHEMA}; "

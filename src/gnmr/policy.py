@@ -11,6 +11,10 @@ Schedule = tuple[tuple[float, float], ...]
 """Piecewise constant: pairs of (first step >= 1, value) or (fraction of the run in [0, 1), value)."""
 
 
+_MOST = {"window": 100_000, "lock_steps": 2**31 - 1}
+"""A window is kept in memory, one row of all units for each of its steps; a lock is a 32-bit number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ema:
     """A long-horizon mean that forgets: the cumulative mean until it has seen ``1/(1 - decay)`` norms,
@@ -41,8 +45,8 @@ class Window:
     length: int
 
     def __post_init__(self) -> None:
-        if not _is_int(self.length) or self.length < 1:
-            raise ValueError(f"Window(length) must be an int >= 1, got {self.length!r}")
+        if not _is_int(self.length) or not 1 <= self.length <= _MOST["window"]:
+            raise ValueError(f"Window(length) must be an int in 1 to {_MOST['window']}, got {self.length!r}")
 
 
 History = str | Ema | Window
@@ -92,6 +96,9 @@ class Policy:
             value = getattr(self, name)
             if not _is_int(value) or value < least:
                 raise ValueError(f"Policy.{name} must be an int >= {least}, got {value!r}")
+            most = _MOST.get(name)
+            if most is not None and value > most:
+                raise ValueError(f"Policy.{name} must be <= {most}, got {value!r}")
             object.__setattr__(self, name, int(value))
         object.__setattr__(self, "alpha", _threshold("alpha", self.alpha))
         if self.beta is not None:

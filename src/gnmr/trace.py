@@ -108,8 +108,9 @@ class TraceWriter:
         flush_every: steps that a kill can cost.
 
     Raises:
-        ValueError: the path does not end in ``.arrow``.
-        gnmr.TraceError: the file cannot be written (a full disk); what was flushed before stays readable.
+        ValueError: the path does not end in ``.arrow``, or the header lacks ``policy`` or ``units``.
+        gnmr.TraceError: the stream of a run that was not finished is there already; or the file cannot be written (a
+            full disk): what was flushed before stays readable.
 
     Examples:
         >>> import tempfile, gnmr
@@ -130,6 +131,12 @@ class TraceWriter:
             raise ValueError(f"a trace is written to a file named *.arrow, got {str(path)!r}")
         if flush_every < 1:
             raise ValueError(f"flush_every must be >= 1, got {flush_every!r}")
+        _check_header(header, ValueError, "the header of a trace")
+        if self.path.exists():
+            raise TraceError(
+                f"{self.path} is there already: another run writes it, or was not finished. Go on with it (resume), "
+                "read it with gnmr replay, or remove it; or give another file"
+            )
         self._schema = _schema({"schema": SCHEMA, **header})
         n = len(header["units"])
         self._units = np.arange(n, dtype=np.int32)
@@ -140,7 +147,8 @@ class TraceWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] | None = self.path.open("wb")
             self._stream = pa.ipc.new_stream(self._file, self._schema)
-            self._stream.write_table(self._schema.empty_table())  # so that the header is on the disk at once
+            # A batch without rows (an empty table has none): so that the header is on the disk at once.
+            self._stream.write_batch(pa.record_batch(self._schema.empty_table().to_pydict(), schema=self._schema))
             self._sync()
 
     @classmethod
@@ -168,7 +176,9 @@ class TraceWriter:
         if old.units != list(header["units"]):
             raise TraceError(f"{stream}: the trace has other units than the model; give another file")
         # The old stream stays until the new one holds what is kept of it.
-        writer = cls(stream.with_suffix(".resumed.arrow"), header, flush_every=flush_every)
+        interim = stream.with_suffix(".resumed.arrow")
+        interim.unlink(missing_ok=True)  # of a resume that was killed
+        writer = cls(interim, header, flush_every=flush_every)
         for t in range(kept):
             writer._put({name: getattr(old, name)[t] for name in ("norm", *_DECIDED)}, old.observed[t], t + 1)
         writer.flush()
@@ -176,13 +186,19 @@ class TraceWriter:
         return writer
 
     def write(self, norms: NDArray[np.float64], observed: NDArray[np.bool_], decision: Decision) -> None:
-        """Add one step: (N,) norms, (N,) observed, and what was decided from them."""
+        """Add one step: (N,) norms, (N,) observed, and what was decided from them.
+
+        Raises:
+            gnmr.TraceError: a write has failed before, so that the trace would have a hole.
+        """
+        if self._file is None:
+            raise TraceError(f"{self.path}: the trace was given up when a write failed, or closed: nothing is added")
         values = {name: np.asarray(getattr(decision, name)) for name in _DECIDED}
         self._put({"norm": norms, **values}, observed, int(decision.step))
 
     def flush(self) -> None:
         """Hand everything so far to the disk."""
-        if self._filled == 0:
+        if self._filled == 0 or self._file is None:
             return
         rows = self._filled
         columns = []
@@ -264,15 +280,21 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"{path}: there is no such file" + (f"; {closed} {other}" if other.exists() else ""))
     try:
         table, truncated = _read_stream(path) if path.suffix == ".arrow" else (pq.read_table(path), False)
-    except (pa.ArrowException, OSError) as error:
+        names = table.column_names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: the file is damaged or no trace: {error}") from error
     header = _header(path, table.schema)
-    missing = [name for name, _, _ in _FIELDS if name not in table.column_names]
+    missing = [name for name, _, _ in _FIELDS if name not in names]
     if missing:
         raise TraceError(f"{path}: the trace has no column {missing[0]!r}")
     n = len(header["units"])
     if n == 0 or table.num_rows % n:
         raise TraceError(f"{path}: {table.num_rows} rows do not divide among the {n} units of its header")
+    for name, _, _ in _FIELDS:
+        if name != "norm" and table[name].null_count:
+            raise TraceError(f"{path}: {table[name].null_count} rows have no {name!r}: the trace was altered")
+    if (table["unit"].to_numpy().reshape(-1, n) != np.arange(n)).any():
+        raise TraceError(f"{path}: its units are not in the order of its header: the trace was altered")
     observed = table["norm"].is_valid().to_numpy().reshape(-1, n)
     columns = {
         name: np.asarray(table[name].to_numpy(), dtype=kind).reshape(-1, n)
@@ -312,7 +334,16 @@ def _header(path: Path, schema: Any) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         found = header.get("schema") if isinstance(header, dict) else None
         raise TraceError(f"{path}: the trace has schema {found!r}, and this gnmr reads {SCHEMA}")
+    _check_header(header, TraceError, f"{path}: the header")
     return header
+
+
+def _check_header(header: Mapping[str, Any], kind: type[ValueError], what: str) -> None:
+    units = header.get("units")
+    if not isinstance(units, list | tuple) or not units or not all(isinstance(name, str) for name in units):
+        raise kind(f"{what} must name the units in 'units', got {units!r}")
+    if not isinstance(header.get("policy"), dict):
+        raise kind(f"{what} must hold the 'policy', got {header.get('policy')!r}")
 
 
 def _read_stream(path: Path) -> tuple[Any, bool]:

@@ -193,6 +193,8 @@ class Random(_Chooser):
         [2, 0]
     """
 
+    uncapped = True
+
     def __init__(
         self,
         n_units: int,
@@ -244,6 +246,8 @@ class Static(_Chooser):
         >>> decision.active.tolist()
         [False, True, False, False]
     """
+
+    uncapped = True
 
     def __init__(
         self,
@@ -307,6 +311,8 @@ class Fixed(_Chooser):
         >>> Fixed(2, Policy(max_active=0), ["a", "b"], recover=["b"]).active.tolist()
         [False, True]
     """
+
+    uncapped = True
 
     def __init__(
         self,

@@ -256,3 +256,17 @@ def test_a_nan_is_written_down(recipe, tmp_path):
     assert [row["loss"] == "nan" for row in rows if "loss" in row] == [False, False, True, True]
     assert result["perplexity"] == "nan"
     assert not np.isfinite(read_trace(folder / "trace.parquet").norm[1:]).all()
+
+
+def test_a_run_that_was_killed_before_it_saved_begins_anew(whole, tmp_path):
+    recipe, reference = whole
+    folder = tmp_path / "gnmr-s0"
+    folder.mkdir()
+    for name in ("recipe.toml", "environment.json"):
+        shutil.copy(reference / name, folder)
+    (folder / "trace.arrow").write_bytes(b"half a header")
+
+    run(recipe, folder, resume=True)
+
+    one, two = (read_trace(each / "trace.parquet") for each in (folder, reference))
+    np.testing.assert_array_equal(one.norm, two.norm)

@@ -109,11 +109,31 @@ def test_from_the_second_step_on_one_pass_reads_everything(monkeypatch):
     assert_same(model, twin)
 
 
-def test_a_backward_after_the_step_is_read_again():
-    guard, model, twin = pair()
+def test_clipping_before_the_step_is_refused():
+    guard, model, _ = pair()
+    before = [param.grad.clone() for param in model.parameters()]
+
+    with pytest.raises(GuardError, match=r"clip_grad_norm_ needs guard.step\(\) before it in this step"):
+        guard.clip_grad_norm_(0.1)
     guard.step()
+    backward(model, batch(seed=1))
+    with pytest.raises(GuardError, match=r"clip_grad_norm_ needs guard.step\(\) before it in this step"):
+        guard.clip_grad_norm_(0.1)
+
+    model.zero_grad()
+    backward(model, batch())
+    for param, grad in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_clipped_too():
+    model, twin = Toy(), Toy()
+    model.head.requires_grad_(False)
+    guard = Guard(model, None, Policy(max_active=1), monitor_only=True)
+    model.head.requires_grad_(True)
     for each in (model, twin):
-        backward(each, batch(seed=1))
+        backward(each, batch())
+    guard.step()
 
     total = guard.clip_grad_norm_(0.1)
     wanted = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)

@@ -230,3 +230,33 @@ def test_an_unresolved_policy_refuses_to_run():
 def test_names_must_be_as_many_as_units_and_distinct():
     with pytest.raises(ValueError, match="2 distinct names"):
         Controller(2, Policy(max_active=1), units=["a", "a"])
+
+
+def test_a_state_of_a_higher_cap_is_brought_within_this_one():
+    old = Controller(4, Policy(max_active=3, alpha=1.1, beta=None, lock_steps=9))
+    old.update(np.ones(4))
+    old.update(np.array([4.0, 3.0, 2.0, 1.0]))
+    assert old.active.sum() == 3
+    new = Controller(4, Policy(max_active=1, alpha=1.1, beta=None, lock_steps=2))
+
+    with pytest.warns(GnmrWarning, match="3 units were active, and the cap is 1 now"):
+        new.load_state_dict(old.state_dict(), allow_policy_change=True)
+
+    assert new.active.sum() == 1
+    assert new.state.lock.max() == 2
+    assert (new.state.lock > 0).tolist() == new.active.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("active", [True], "'active' does not have 2 values"),
+        ("count", [1.0, 1.0, 1.0], "'count' does not have 2 values"),
+        ("mean", [float("nan"), 1.0], "'mean' holds a number that is not finite"),
+    ],
+)
+def test_a_damaged_state_is_named(name, value, message):
+    controller = Controller(2, Policy(max_active=1))
+    state = controller.state_dict() | {name: value}
+    with pytest.raises(StateError, match=message):
+        controller.load_state_dict(state)

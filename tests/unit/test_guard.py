@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr import GnmrWarning, Guard, GuardError, PathError, Policy, StateError
+from gnmr import GnmrWarning, Guard, GuardError, PathError, Policy, StateError, TraceError
 from gnmr.triggers import Fixed
 from toys import Toy, ToyPaths, backward, batch, spike
 
@@ -603,3 +603,101 @@ def test_a_resumed_trace_drops_what_was_written_after_the_checkpoint(tmp_path):
     resumed.detach()
 
     assert trace.read_trace(tmp_path / "run.parquet").steps.tolist() == list(range(1, 9))
+
+
+# What changes behind the guard's back
+
+
+def test_a_detached_guard_says_so():
+    model = Toy()
+    guard = Guard(model, ToyPaths(), POLICY)
+    guard.detach()
+    backward(model, batch())
+    with pytest.raises(GuardError, match="the guard is detached"):
+        guard.step()
+
+
+def test_a_parameter_that_was_replaced_is_an_error():
+    model = Toy()
+    guard = Guard(model, ToyPaths(), POLICY)
+    backward(model, batch())
+    guard.step()
+    layer = model.layers[0].up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    backward(model, batch())
+    with pytest.raises(GuardError, match="the parameter 'weight' of a unit was replaced"):
+        guard.step()
+
+
+def test_a_unit_that_a_step_did_not_use_is_not_observed_whatever_zero_grad_leaves():
+    class Sometimes(Toy):
+        short = False
+
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers[: 1 if self.short else 2]:
+                x = layer(x)
+            return self.head(x)
+
+    model = Sometimes()
+    guard = Guard(model, ToyPaths(), POLICY)
+    backward(model, batch())
+    guard.step()
+    for param in model.parameters():
+        param.grad.zero_()
+    model.short = True
+    backward(model, batch())
+    before = guard.controller.state.count.copy()
+    guard.step()
+
+    np.testing.assert_array_equal(guard.controller.state.count - before, [1, 1, 0, 0])
+
+
+def test_gradients_of_zeros_are_warned_about():
+    model = Toy()
+    guard = Guard(model, ToyPaths(), POLICY)
+    backward(model, batch())
+    for param in model.parameters():
+        param.grad.zero_()
+    with pytest.warns(GnmrWarning, match="all gradients of the units are zero"):
+        guard.step()
+
+
+def test_a_state_is_loaded_into_the_same_backend_only():
+    class OtherPaths(ToyPaths):
+        pass
+
+    state = Guard(Toy(), ToyPaths(), POLICY).state_dict()
+    with pytest.raises(StateError, match="of a guard on ToyPaths paths, and this one is on OtherPaths"):
+        Guard(Toy(), OtherPaths(), POLICY).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"record": "run.parquet"}, ValueError, r"record must be a file named \*.arrow"),
+        ({"record": "run.arrow"}, TraceError, "is there already: another run writes it, or was not finished"),
+        ({"header": {"policy": 1}}, ValueError, "header must not hold 'policy'"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused_at_once(tmp_path, monkeypatch, options, kind, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.arrow").write_bytes(b"")
+    with pytest.raises(kind, match=message):
+        Guard(Toy(), ToyPaths(), POLICY, **options)
+
+
+def test_a_resumed_record_needs_the_state(tmp_path):
+    model = Toy()
+    guard = Guard(model, ToyPaths(), POLICY, record=tmp_path / "run.arrow")
+    train(guard, model, 3)
+    guard._writer.flush()
+    guard._writer.abandon()
+    before = (tmp_path / "run.arrow").read_bytes()
+    again = Toy()
+    guard = Guard(again, ToyPaths(), POLICY, record=tmp_path / "run.arrow", resume_record=True)
+    backward(again, batch())
+
+    with pytest.raises(GuardError, match="no state was loaded: every row"):
+        guard.step()
+    assert (tmp_path / "run.arrow").read_bytes() == before

@@ -16,6 +16,8 @@ WRONG = [
     ({"beta": -1.0}, "Policy.beta must be a finite number > 0"),
     ({"window": 0}, "Policy.window must be an int >= 1, got 0"),
     ({"lock_steps": -1}, "Policy.lock_steps must be an int >= 0, got -1"),
+    ({"lock_steps": 2**31}, "Policy.lock_steps must be <= 2147483647"),
+    ({"window": 10**12}, "Policy.window must be <= 100000"),
     ({"warmup_steps": 1.0}, "Policy.warmup_steps must be an int >= 0, got 1.0"),
     ({"eps": 0.0}, "Policy.eps must be a finite number > 0, got 0.0"),
     ({"history": "ema"}, "Policy.history must be 'cumulative', Ema"),
@@ -43,7 +45,7 @@ def test_ema_decay_is_inside_0_and_1(bad):
 
 
 def test_window_length_is_at_least_1():
-    with pytest.raises(ValueError, match="int >= 1, got 0"):
+    with pytest.raises(ValueError, match="int in 1 to 100000, got 0"):
         Window(0)
 
 

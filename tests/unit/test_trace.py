@@ -224,3 +224,60 @@ def test_summary_counts_by_hand(tmp_path):
     assert done.exceeds_delta is None
     assert done.nonfinite.tolist() == [0, 1]
     assert done.global_faults == 0
+
+
+def test_the_header_is_on_the_disk_at_once(tmp_path):
+    writer = TraceWriter(tmp_path / "run.arrow", header())
+
+    trace = read_trace(tmp_path / "run.arrow")
+    assert (trace.units, len(trace.steps)) == (list(UNITS), 0)
+    writer.close()
+
+
+def test_the_stream_of_another_run_is_not_taken(tmp_path):
+    writer = TraceWriter(tmp_path / "run.arrow", header())
+    write_steps(writer, 0, 5)
+    writer.flush()
+    with pytest.raises(TraceError, match="is there already: another run writes it, or was not finished"):
+        TraceWriter(tmp_path / "run.arrow", header())
+    writer.close()
+    assert len(read_trace(tmp_path / "run.parquet").steps) == 5
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda table: table.take(np.r_[1, 0, 2 : len(table)]), "its units are not in the order of its header"),
+        (
+            lambda table: table.set_column(
+                table.column_names.index("active"), "active", pa.array([None] * len(table), pa.bool_())
+            ),
+            "rows have no 'active'",
+        ),
+    ],
+)
+def test_an_altered_trace_is_refused(tmp_path, alter, message):
+    record(tmp_path / "run.arrow").close()
+    table = pq.read_table(tmp_path / "run.parquet")
+    pq.write_table(alter(table).replace_schema_metadata(table.schema.metadata), tmp_path / "altered.parquet")
+    with pytest.raises(TraceError, match=message):
+        read_trace(tmp_path / "altered.parquet")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"units": None}, "must name the units"),
+        ({"units": [1, 2, 3]}, "must name the units"),
+        ({"policy": "x"}, "must hold the 'policy'"),
+    ],
+)
+def test_a_foreign_header_is_refused(tmp_path, changes, message):
+    record(tmp_path / "run.arrow").close()
+    table = pq.read_table(tmp_path / "run.parquet")
+    changed = json.loads(table.schema.metadata[b"gnmr"]) | changes
+    pq.write_table(table.replace_schema_metadata({b"gnmr": json.dumps(changed)}), tmp_path / "foreign.parquet")
+    with pytest.raises(TraceError, match=message):
+        read_trace(tmp_path / "foreign.parquet")
+    with pytest.raises(ValueError, match=message):
+        TraceWriter(tmp_path / "new.arrow", header() | changes)

@@ -37,6 +37,11 @@ class Model(Section):
         heads = self.num_attention_heads
         if self.hidden_size % heads:
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {heads}")
+        if self.hidden_size // heads % 2:
+            raise ValueError(
+                f"hidden_size / num_attention_heads is {self.hidden_size // heads}, and rotary positions need an even "
+                "number"
+            )
         if self.num_key_value_heads and heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {heads} must be a multiple of num_key_value_heads {self.num_key_value_heads}"
@@ -106,14 +111,14 @@ class Stress(Section):
 class Run(Section):
     """How long, how large, how often, on how many threads."""
 
-    steps: Positive = 400
+    steps: Annotated[int, Field(ge=1, le=100_000_000, strict=True)] = 400
     batch_size: Positive = 8
     gradient_accumulation: Positive = 1
     eval_every: Positive = 100
     save_every: Positive = 200
     log_every: Positive = 1
     seeds: tuple[Count, ...] = (0, 1, 2)
-    threads: Positive = 1
+    threads: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     bf16_autocast: bool = Field(default=False, strict=True)
 
     @model_validator(mode="after")

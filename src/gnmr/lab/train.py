@@ -141,7 +141,11 @@ def _prepare(recipe: Recipe, arm: str, seed: int, folder: Path, *, resume: bool,
         check_same(recipe, arm, seed, folder)
         if not resume:
             raise RunError(f"{folder} holds this run already: go on with --resume, or begin anew with --overwrite")
-        return _last_checkpoint(folder)
+        checkpoint = _last_checkpoint(folder)
+        if checkpoint is None:  # killed before it saved: it begins anew, and its trace with it
+            for path in folder.glob("trace*"):
+                path.unlink()
+        return checkpoint
     if resume:
         raise RunError(f"{folder} holds no run to go on from: leave --resume out")
     write_text(saved, recipe.to_toml())

@@ -34,9 +34,9 @@ It runs in a guard as the packaged ones do:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -214,30 +214,69 @@ class OperatorPaths(Paths):
             self._counts[:] = before
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the backward of an ``autograd.Function`` an error where its own gradient is asked for.
+
+    ``once_differentiable`` alone is silent where dy needs no gradient: it would drop the part through x and W.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise PathError(
+                "a gradient of a gradient was asked for (create_graph=True), which a low-cost path does not have: "
+                "leave these operators out with exclude=..., or detach the guard for it"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
 def is_guarded(operator: Operator) -> bool:
     """Whether a guard's path stands in place of the operator's forward."""
-    return "_gnmr_seat" in operator.module.__dict__
+    seat = operator.module.__dict__.get("_gnmr_seat")
+    return seat is not None and not seat.vacant
 
 
 class _Seat:
-    """What runs in place of a module's forward, with the arguments that come before the input."""
+    """What runs in place of a module's forward, with the arguments that come before the input.
+
+    A copy of a module (an average of the weights, a saved model) is not guarded: its seat is vacant, and its forward
+    the one of its class.
+    """
 
     __slots__ = ("args", "run")
 
-    def __init__(self, forward: "partial[Tensor]") -> None:
-        self.run, self.args = forward.func, forward.args
+    def __init__(self, forward: "partial[Tensor] | None" = None) -> None:
+        self.run = None if forward is None else forward.func
+        self.args = () if forward is None else forward.args
+
+    @property
+    def vacant(self) -> bool:
+        return self.run is None
+
+    def __reduce__(self) -> "tuple[type[_Seat], tuple[()]]":
+        return (_Seat, ())
 
 
 def _install(operator: Operator, forward: "partial[Tensor]") -> None:
     # A bound method that finds its arguments on the module, not the partial itself: a compiled graph would
     # be tied to that one object, and so could not serve the next layer.
     operator.module._gnmr_seat = _Seat(forward)  # type: ignore[assignment]
-    operator.module.forward = MethodType(_run, operator.module)
+    operator.module.forward = MethodType(forward_, operator.module)
 
 
-def _run(module: nn.Module, x: Tensor) -> Tensor:
+def forward_(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    """Run what stands in place of a module's forward."""
     seat: _Seat = module._gnmr_seat  # type: ignore[assignment]
+    if seat.run is None:
+        return type(module).forward(module, *args, **kwargs)
+    (x,) = (*args, *kwargs.values())  # F.linear's input goes by several names
     return seat.run(*seat.args, x)
+
+
+# A bound method is pickled by its name, and looked up on the copy: there it is the class's own.
+forward_.__name__ = "forward"
 
 
 class _Route:

@@ -19,7 +19,7 @@ from gnmr.errors import PathError
 from gnmr.numerics.formats import Format
 from gnmr.numerics.rounding import absmax, scale_from
 from gnmr.paths.amax import AmaxHistory
-from gnmr.paths.base import HIGH, LOW
+from gnmr.paths.base import HIGH, LOW, first_order
 from gnmr.paths.errors import ErrorMeter, sampled
 from gnmr.pytorch.units import Operator
 
@@ -362,6 +362,7 @@ class EagerLinear(torch.autograd.Function):
         _keep_for_backward(ctx, inputs, output)
 
     @staticmethod
+    @first_order
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
         """See :meth:`Seat.backward`."""

@@ -28,7 +28,7 @@ from gnmr.errors import PathError, StateError, UnitError
 from gnmr.memory import Activation
 from gnmr.numerics.formats import get_format
 from gnmr.numerics.packing import Packed, PackScaling, pack, packed_bytes, unpack
-from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route
+from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route, first_order
 from gnmr.paths.errors import ErrorMeter, of_units, sampled
 from gnmr.pytorch.units import Operator, Unit
 
@@ -316,7 +316,8 @@ class SavedActivations(OperatorPaths):
         shared = shared and entry.owner is not slot
         entry.owner = entry.owner or slot
         slot.seen[2:] = (x.shape[:-1].numel(), width, dtype.itemsize, int(shared))
-        y: Tensor = _PackedLinear.apply(x, weight, bias, packed.data, packed.absmax, packed, slot.transposed)
+        how = (packed, slot.transposed, weakref.ref(entry))
+        y: Tensor = _PackedLinear.apply(x, weight, bias, packed.data, packed.absmax, *how)
         return y
 
     def _run_compiled(self, slot: "_Slot", x: Tensor) -> Tensor:
@@ -464,8 +465,10 @@ class _PackedLinear(torch.autograd.Function):
         absmax: Tensor,
         packed: Packed,
         transposed: bool,
+        entry: "weakref.ref[_Entry]",
     ) -> Tensor:
         ctx.save_for_backward(weight, data, absmax)
+        ctx.entry = entry
         ctx.transposed = transposed
         ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
         # Not the packed tensor itself: what autograd keeps must be what it frees.
@@ -473,17 +476,22 @@ class _PackedLinear(torch.autograd.Function):
         return _linear(x, weight, bias, transposed)
 
     @staticmethod
+    @first_order
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, data, absmax = ctx.saved_tensors
+        entry = ctx.entry()
+        if entry is not None:
+            # After a backward the input may be filled anew behind its version counter, as NumPy does.
+            entry.packed.clear()
         grads = _input_and_bias(ctx, grad, weight)
         if not ctx.needs_input_grad[1]:
-            return grads[0], None, grads[1], None, None, None, None
+            return grads[0], None, grads[1], None, None, None, None, None
         x = unpack(Packed(data, absmax, *ctx.how)).to(grad.dtype)
         rows = grad.reshape(-1, grad.shape[-1])
         x = x.reshape(-1, x.shape[-1])
         by_weight = x.t() @ rows if ctx.transposed else rows.t() @ x
-        return grads[0], by_weight.to(weight.dtype), grads[1], None, None, None, None
+        return grads[0], by_weight.to(weight.dtype), grads[1], None, None, None, None, None
 
 
 class _GatedLinear(torch.autograd.Function):

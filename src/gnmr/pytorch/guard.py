@@ -21,6 +21,8 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gnmr.controller import Controller, Decision
-from gnmr.errors import GnmrWarning, GuardError, PathError, StateError
+from gnmr.errors import GnmrWarning, GuardError, PathError, StateError, TraceError
 from gnmr.paths.base import HIGH, LOW, Paths
 from gnmr.policy import Policy
 from gnmr.pytorch.distributed import Group, all_sum, default_group, is_first
@@ -82,6 +84,7 @@ class Guard:
         gnmr.UnitError: see :func:`gnmr.find_units`.
         ValueError: no paths without ``monitor_only``, or a policy in fractions without ``total_steps``.
         gnmr.PathError: the backend, or the model, has another guard; or it lacks what the trigger needs.
+        gnmr.TraceError: ``record`` is the stream of a run that is not finished.
 
     Warns:
         gnmr.GnmrWarning: the model is compiled as a whole, so that new plans recompile it.
@@ -138,12 +141,14 @@ class Guard:
         self._plan = np.zeros(len(names), dtype=np.bool_)
         self._last: tuple[Reading, Decision] | None = None
         self._reading: Reading | None = None
+        self._detached = False
         self._skipped = False
         self._fresh = False
         self._clips = False
-        self._record = record if is_first(self._group) else None
+        self._record = None if record is None or not is_first(self._group) else Path(record)
         self._resume_record = resume_record
         self._header = dict(header or {})
+        self._check_record()
         self._writer: TraceWriter | None = None
         if signal is not None and self.controller.needs is None:
             raise ValueError(f"signal was given, and {type(self.controller).__name__} reads none")
@@ -169,6 +174,21 @@ class Guard:
     def plan(self) -> NDArray[np.bool_]:
         """(N,) bool: the units whose paths are set to recovery; a copy."""
         return self._plan.copy()
+
+    def _check_record(self) -> None:
+        """Refuse what could not be written, before any work is lost."""
+        own = sorted(_HEADER & self._header.keys())
+        if own:
+            raise ValueError(f"header must not hold {own[0]!r}, which the guard writes itself")
+        if self._record is None:
+            return
+        if self._record.suffix != ".arrow":
+            raise ValueError(f"record must be a file named *.arrow, got {str(self._record)!r}")
+        if self._record.exists() and not self._resume_record:
+            raise TraceError(
+                f"{self._record} is there already: another run writes it, or was not finished. Go on with it "
+                "(resume_record=True, and load the guard's state), read it with gnmr replay, or remove it"
+            )
 
     def step(
         self,
@@ -202,6 +222,14 @@ class Guard:
             self.step_seconds = time.perf_counter() - began
 
     def _step(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None) -> Decision | None:
+        if self._detached:
+            raise GuardError("the guard is detached: it watches nothing any more; make another one")
+        replaced = self._monitor.replaced()
+        if replaced is not None:
+            raise GuardError(
+                f"the parameter {replaced!r} of a unit was replaced by another since the guard was attached, so its "
+                "gradient would go unseen: attach the guard after what replaces parameters"
+            )
         if self._group is None and not self._fresh:
             return self._not_fresh(self._monitor.has_gradient())
         if scaler is not None and not scaler.is_enabled():
@@ -213,8 +241,10 @@ class Guard:
         if not reading.fresh or not reading.observed.any():
             return self._not_fresh(bool(reading.observed.any()))
         self._fresh = False
+        reading = self._read_back(reading)
         self._reading = reading if scale == 1.0 else None
-        self._read_back(reading)
+        if not reading.norms[reading.observed].any():
+            warnings.warn(_ALL_ZERO, GnmrWarning, stacklevel=4)
         if scaler is not None and self._scaler_skips(reading):
             return None
         decision = self.controller.update(reading.norms, reading.observed, self._signal_of(reading))
@@ -243,18 +273,19 @@ class Guard:
         Raises:
             ValueError: ``max_norm`` is not > 0.
             RuntimeError: a non-finite total norm under ``error_if_nonfinite``.
-            gnmr.GuardError: the gradients still carry a loss scale.
+            gnmr.GuardError: ``guard.step()`` was not called since the last backward, or the gradients still carry a
+                loss scale.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm!r}")
-        if self._reading is None and not self._fresh:
+        if self._reading is None or self._fresh:
             raise GuardError(
                 "clip_grad_norm_ needs guard.step() before it in this step, with unscaled gradients: "
                 "guard.step(scaler=scaler, optimizer=optimizer) unscales them"
             )
         self._clips = True
         reading = self._reading
-        if reading is None or reading.total is None or self._fresh:
+        if reading.total is None:
             reading = self._monitor.read(total=True)
         total = torch.tensor(reading.total, dtype=torch.float32)
         if error_if_nonfinite and not total.isfinite():
@@ -277,6 +308,7 @@ class Guard:
         return {
             "schema": SCHEMA,
             "kind": "gnmr.Guard",
+            "backend": None if self.paths is None else self.paths.describe()["kind"],
             "controller": self.controller.state_dict(),
             "paths": {} if self.paths is None else self.paths.state_dict(),
             "ledger": self.ledger.state_dict(),
@@ -298,11 +330,14 @@ class Guard:
                 f"this is no guard state of schema {SCHEMA}: kind {state_dict.get('kind')!r}, "
                 f"schema {state_dict.get('schema')!r}"
             )
-        missing = sorted({"controller", "paths", "ledger", "events", "skipped", "signal"} - set(state_dict))
+        missing = sorted({"backend", "controller", "paths", "ledger", "events", "skipped", "signal"} - set(state_dict))
         if missing:
             raise StateError(f"the guard's state is damaged: it has no {missing[0]!r}")
         if self._writer is not None:
             raise GuardError("load the state before the first step: the trace has begun")
+        backend = None if self.paths is None else self.paths.describe()["kind"]
+        if state_dict["backend"] != backend:
+            raise StateError(f"the state is of a guard on {state_dict['backend']} paths, and this one is on {backend}")
         self.controller.load_state_dict(state_dict["controller"], allow_policy_change=allow_policy_change)
         if self.paths is not None:
             self.paths.load_state_dict(state_dict["paths"])
@@ -324,14 +359,17 @@ class Guard:
 
     def detach(self) -> None:
         """Leave the model as it was, and finish the trace."""
-        self.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self._signal is not None:
-            self._signal.close()
-        if self.paths is not None:
-            self.paths.detach()
+        self._detached = True
+        try:
+            self.close()
+        finally:  # a full disk does not keep the model
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            if self._signal is not None:
+                self._signal.close()
+            if self.paths is not None:
+                self.paths.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -359,10 +397,10 @@ class Guard:
         )
         return None if self._last is None else self._last[1]
 
-    def _read_back(self, reading: Reading) -> None:
-        """Compare what ran with what was planned."""
+    def _read_back(self, reading: Reading) -> Reading:
+        """Compare what ran with what was planned; a unit that did not run and has a gradient of zeros has none."""
         if self.paths is None:
-            return
+            return reading
         ran = self.paths.ran()
         wrong = np.where(self._plan, ran[LOW], ran[HIGH]) > 0
         if wrong.any():
@@ -373,6 +411,9 @@ class Guard:
                 "the switch of this backend does nothing"
             )
         silent = reading.observed & (ran.sum(axis=0) == 0)
+        # zero_grad(set_to_none=False) leaves zeros to a unit that this step did not use.
+        unused = silent & (reading.norms == 0)
+        silent &= ~unused
         if silent.any() and self._group is None:
             names = [self.units[i].name for i in np.flatnonzero(silent)]
             raise PathError(
@@ -381,6 +422,9 @@ class Guard:
                 "forward, it trains in eval mode, or a CUDA graph replays it. Attach the guard last, before "
                 "torch.compile"
             )
+        if self._group is not None or not unused.any() or unused[reading.observed].all():
+            return reading
+        return replace(reading, observed=reading.observed & ~unused, norms=np.where(unused, np.nan, reading.norms))
 
     def _signal_of(self, reading: Reading) -> NDArray[np.float64] | None:
         """Return the trigger's signal, the mean of the ranks that know it."""
@@ -437,6 +481,11 @@ class Guard:
             **self._header,
         }
         if self._resume_record:
+            if steps_before == 0 and self._record.exists():
+                raise GuardError(
+                    f"resume_record=True, and no state was loaded: every row of {self._record} would be dropped. Call "
+                    "guard.load_state_dict(...) first, or begin a new trace without resume_record"
+                )
             return TraceWriter.resume(self._record, header, keep_through_step=steps_before)
         return TraceWriter(self._record, header)
 
@@ -464,6 +513,14 @@ _NO_GRADIENT = (
     "attach it after that"
 )
 
+
+_ALL_ZERO = (
+    "all gradients of the units are zero: if zero_grad(set_to_none=False) came before guard.step(), call step() "
+    "between backward() and optimizer.step(), before zero_grad()"
+)
+
+_HEADER = frozenset(["schema", "policy", "units", "trigger", "paths", "monitor_only", "versions"])
+"""What the guard puts into a trace's header."""
 
 _WHOLE = (
     "the model is compiled as a whole: each plan that is new compiles it again, and beyond torch's recompile "

@@ -58,7 +58,12 @@ class Monitor:
         self._group = group
         self._params = tuple(dict.fromkeys(p for unit in units for p in unit.params))
         inside = set(self._params)
-        self._rest = tuple(p for p in model.parameters() if p.requires_grad and p not in inside)
+        # Frozen ones too: they have no gradient, until somebody unfreezes them.
+        self._rest = tuple(p for p in model.parameters() if p not in inside)
+        places = (
+            (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
+        )
+        self._places = [(module._parameters, name, p) for module, name, p in places if p in inside]
         position = {p: i for i, p in enumerate(model.parameters())}
         self._order = np.argsort([position[p] for p in (*self._params, *self._rest)])
         place = {p: i for i, p in enumerate(self._params)}
@@ -67,6 +72,10 @@ class Monitor:
         self._of_pair = np.array([param for param, _ in pairs])
         self._unit_of_pair = np.array([unit for _, unit in pairs])
         self._n_units = len(units)
+
+    def replaced(self) -> str | None:
+        """Return the name of a unit's parameter that is not the module's any more, or None."""
+        return next((name for params, name, param in self._places if params.get(name) is not param), None)
 
     def has_gradient(self) -> bool:
         """Return whether any parameter of a unit has a gradient on this rank."""

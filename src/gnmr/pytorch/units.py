@@ -174,8 +174,17 @@ def _linears(model: nn.Module) -> list[Operator]:
     found = []
     for name, module in model.named_modules():
         if is_linear(module):
+            _sweep(module)
             found.append(Operator(canonical_fqn(name), module, module.__dict__.get("forward")))
     return found
+
+
+def _sweep(module: nn.Module) -> None:
+    """Take away what a copy of a guarded module has of the guard: a seat in which nothing runs, and its forward."""
+    seat: Any = module.__dict__.get("_gnmr_seat")
+    if seat is not None and seat.vacant:
+        del module._gnmr_seat
+        module.__dict__.pop("forward", None)
 
 
 def _eligible(operator: Operator, filter_fn: FilterFn | None, include: tuple[str, ...] | None) -> bool:

@@ -204,13 +204,15 @@ def test_shapes(shape, scaling):
 
 def test_non_contiguous_input_and_gradient():
     module = nn.Linear(8, 4)
-    paths = gnmr.Simulated("e3m2")
+    # No cast of a product: its last bit depends on the strides, and could fall on either side of a rounding.
+    paths = gnmr.Simulated("e3m2", tensors=("w", "x", "dy"))
     one(paths, module)
     x, dy = torch.randn(8, 3, 2).permute(2, 1, 0), torch.randn(4, 3, 2).permute(2, 1, 0)
     strided = grads(paths, module, x, dy)
     packed = grads(paths, module, x.contiguous(), dy.contiguous())
 
-    assert all(torch.equal(a, b) for a, b in zip(strided, packed, strict=True))
+    for a, b in zip(strided, packed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", ["token", "delayed"])
