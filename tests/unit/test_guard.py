@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gnmr import GnmrWarning, Guard, GuardError, PathError, Policy, StateError, TraceError
+from gnmr import GnmrWarning, Guard, GuardError, PathError, Policy, SavedActivations, StateError, TraceError
 from gnmr.triggers import Fixed
 from toys import Toy, ToyPaths, backward, batch, spike
 
@@ -701,3 +701,16 @@ def test_a_resumed_record_needs_the_state(tmp_path):
     with pytest.raises(GuardError, match="no state was loaded: every row"):
         guard.step()
     assert (tmp_path / "run.arrow").read_bytes() == before
+
+
+def test_the_history_of_a_guard_that_only_watched_is_taken_over():
+    model = Toy()
+    watching = Guard(model, None, POLICY, monitor_only=True)
+    train(watching, model, 3)
+    watching.detach()
+    guard = Guard(model, SavedActivations(), POLICY)
+    guard.load_state_dict(watching.state_dict())
+
+    assert guard.controller.step == 3
+    train(guard, model, 1)
+    assert guard.controller.step == 4

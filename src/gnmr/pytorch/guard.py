@@ -247,7 +247,8 @@ class Guard:
             warnings.warn(_ALL_ZERO, GnmrWarning, stacklevel=4)
         if scaler is not None and self._scaler_skips(reading):
             return None
-        decision = self.controller.update(reading.norms, reading.observed, self._signal_of(reading))
+        signal = () if self._signal is None else (self._signal_of(self._signal, reading),)
+        decision = self.controller.update(reading.norms, reading.observed, *signal)
         self._last = (reading, decision)
         self._note(decision)
         self._write(reading, decision)
@@ -336,11 +337,13 @@ class Guard:
         if self._writer is not None:
             raise GuardError("load the state before the first step: the trace has begun")
         backend = None if self.paths is None else self.paths.describe()["kind"]
-        if state_dict["backend"] != backend:
-            raise StateError(f"the state is of a guard on {state_dict['backend']} paths, and this one is on {backend}")
+        known = state_dict["backend"]  # None of a guard that only watched
+        if None not in (known, backend) and known != backend:
+            raise StateError(f"the state is of a guard on {known} paths, and this one is on {backend}")
         self.controller.load_state_dict(state_dict["controller"], allow_policy_change=allow_policy_change)
         if self.paths is not None:
-            self.paths.load_state_dict(state_dict["paths"])
+            if known is not None:
+                self.paths.load_state_dict(state_dict["paths"])
             self.paths.ran()  # what ran before belongs to no step of this run
         self.ledger.load_state_dict(state_dict["ledger"])
         self.events = copy.deepcopy(list(state_dict["events"]))
@@ -426,11 +429,9 @@ class Guard:
             return reading
         return replace(reading, observed=reading.observed & ~unused, norms=np.where(unused, np.nan, reading.norms))
 
-    def _signal_of(self, reading: Reading) -> NDArray[np.float64] | None:
+    def _signal_of(self, source: Signal, reading: Reading) -> NDArray[np.float64]:
         """Return the trigger's signal, the mean of the ranks that know it."""
-        if self._signal is None:
-            return None
-        signal = self._signal.read(reading)
+        signal = source.read(reading)
         if self._group is None:
             return signal
         known = ~np.isnan(signal)
