@@ -38,6 +38,7 @@ lint: $(DEV)  ## Style and types
 bench: $(DEV)  ## The measurements of benchmarks/README.md; nothing else should run meanwhile
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/guard.py
+	$(BIN)/python benchmarks/triggers.py
 
 wheel: $(DEV)  ## Build the wheel, and run its tests outside the checkout
 	rm -rf dist build/outside && mkdir -p build/outside
