@@ -271,3 +271,12 @@ def test_a_run_that_was_killed_before_it_saved_begins_anew(whole, tmp_path):
 
     one, two = (read_trace(each / "trace.parquet") for each in (folder, reference))
     np.testing.assert_array_equal(one.norm, two.norm)
+
+
+def test_resuming_a_finished_run_leaves_it_as_it_is(whole):
+    recipe, folder = whole
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    run(recipe, folder, resume=True)
+
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before

@@ -142,7 +142,8 @@ def _prepare(recipe: Recipe, arm: str, seed: int, folder: Path, *, resume: bool,
         if not resume:
             raise RunError(f"{folder} holds this run already: go on with --resume, or begin anew with --overwrite")
         checkpoint = _last_checkpoint(folder)
-        if checkpoint is None:  # killed before it saved: it begins anew, and its trace with it
+        if checkpoint is None and not (folder / runs.RESULT).exists():
+            # Killed before it saved: it begins anew, and its trace with it.
             for path in folder.glob("trace*"):
                 path.unlink()
         return checkpoint
