@@ -22,7 +22,7 @@ trainer = Trainer(
 callback = GuardCallback(
     trainer,
     gnmr.Simulated(low="e3m2", high="hybrid-fp8"),  # 6-bit matrix products, FP8 on recovery
-    gnmr.Policy(max_active=1, alpha=((0.0, 1.5), (0.025, 1.1))),  # the paper's two stages
+    gnmr.Policy(max_active=1, alpha=((0.0, 1.5), (0.1, 1.1))),  # two stages, as in the paper
     granularity="block",  # a decoder layer is one unit
 )
 trainer.add_callback(callback)
