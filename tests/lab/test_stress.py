@@ -116,3 +116,28 @@ def test_a_fault_that_a_path_cannot_have_is_refused(kind, fault):
 def test_a_fault_of_a_cast_that_is_not_made_is_refused():
     with pytest.raises(RecipeError, match="acts on the cast of 'dy'"):
         stressed(Simulated, "nan", 2.0)(tensors=("w", "x"))
+
+
+def test_a_fault_before_the_casts_is_not_in_their_errors():
+    grads, errors = [], []
+    for at in (None, "output"):
+        net = model()
+        paths = stressed(Simulated, "gradient_scale", 16.0, at)("int4", "exact", scaling="tensor", tensors=("x", "dy"))
+        paths.faults = [Fault(1, 1, 0)]
+        paths.attach(find_units(net))
+        paths.watch_errors(1)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+        net["layers"][0]["q_proj"](x).square().sum().backward()
+        grads.append(next(net.parameters()).grad)
+        errors.append(paths.errors()["dy"][0])
+
+    assert torch.allclose(grads[0], grads[1])
+    assert errors[0] > 10
+    assert errors[1] < 0.2
+
+
+def test_a_stale_scale_is_no_fault_of_the_output():
+    with pytest.raises(RecipeError, match=r"stress\.at = 'output' leaves alone"):
+        stressed(Simulated, "stale_scale", 2.0, "output")
+    with pytest.raises(RecipeError, match="cannot act on SavedActivations"):
+        stressed(SavedActivations, "nan", 2.0, "cast")

@@ -38,7 +38,7 @@ class Spy(Simulated):
 def test_the_errors_of_simulated_casts(scaling):
     model = Toy()
     paths = Spy("int4", "exact", scaling=scaling, tensors=("w", "x", "dy", "dw"))
-    guard = Guard(model, paths, POLICY, trigger=Gap)
+    guard = Guard(model, paths, POLICY, trigger=Gap, signal=lambda guard: CastError(guard.paths, every=1))
     backward(model, batch(rows=16))
 
     found = paths.errors()
@@ -73,6 +73,22 @@ def test_the_error_of_a_large_tensor_comes_from_rows_all_over_it():
 
     found = paths.errors()["x"][0]
     assert found == pytest.approx(relative(*paths.seen["layers.0.up_proj", "x"]), rel=0.2)
+
+
+def test_weights_are_read_every_few_steps_and_kept_in_between():
+    model = Toy()
+    paths = Simulated("int4", "exact")
+    guard = Guard(model, paths, POLICY, trigger=Gap, signal=lambda guard: CastError(guard.paths, every=2))
+    found = []
+    for _ in range(3):
+        backward(model, batch(rows=16))
+        found.append(paths.errors())
+        guard.step()
+
+    assert np.isnan(found[0]["w"]).all()
+    assert (found[1]["w"] > 0.01).all()
+    assert np.array_equal(found[2]["w"], found[1]["w"])
+    assert not any(np.isnan(errors["x"]).any() for errors in found)
 
 
 def test_a_unit_on_recovery_is_estimated_every_few_steps_and_kept_in_between():

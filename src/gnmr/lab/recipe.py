@@ -119,7 +119,7 @@ class Recipe(Section):
         options.setdefault("seed", seed)
         wrap: Callable[[type[Paths]], type[Any]] = lambda kind: kind  # noqa: E731
         if self.stress is not None:
-            wrap = partial(stressed, fault=self.stress.kind, factor=self.stress.factor)
+            wrap = partial(stressed, fault=self.stress.kind, factor=self.stress.factor, at=self.stress.at)
         try:
             return wrap(_PATHS[kind])(**options)
         except (TypeError, ValueError) as error:

@@ -106,6 +106,7 @@ class Stress(Section):
     every: Positive = 25
     duration: Positive = 12
     factor: Annotated[Real, Field(gt=0)] = 16.0
+    at: Literal["cast", "output"] | None = None
 
 
 class Run(Section):

@@ -2,7 +2,8 @@
 
 They stand for what goes wrong in real runs, and only the low-cost path has them: a unit on its recovery path is
 unharmed. Three act on the gradient dL/dy that a unit's products read, so that its weight gradient and what it passes
-on are both wrong; under :class:`gnmr.Simulated` right after the cast of dL/dy, as a wrong scale of it would:
+on are both wrong; under :class:`gnmr.Simulated` right after the cast of dL/dy, as a wrong scale of it would
+(``at="cast"``), or before the path reads it, where no cast can see that it is wrong (``at="output"``):
 
     gradient_scale   dL/dy is ``factor`` times too large
     saturation       dL/dy is clipped at 1/``factor`` of its largest magnitude
@@ -62,23 +63,27 @@ def faulty(faults: Sequence[Fault], steps: int, n_units: int) -> NDArray[np.bool
     return found
 
 
-def stressed(kind: type[Paths], fault: str, factor: float) -> type[Any]:
+def stressed(kind: type[Paths], fault: str, factor: float, at: str | None = None) -> type[Any]:
     """Return a subclass of a path class whose low-cost path suffers the faults in its ``faults``.
 
     Args:
         kind: the path class.
         fault: one of :data:`KINDS`.
         factor: how bad it is, > 0.
+        at: ``"cast"`` or ``"output"``; None is the cast where the path class has one to harm, else the output.
 
     Raises:
         gnmr.RecipeError: the class does not offer what the fault needs.
     """
-    if issubclass(kind, Simulated):
+    simulated = issubclass(kind, Simulated)
+    if simulated and at != "output":
         base: type[Any] = _StressedCasts
-    elif issubclass(kind, OperatorPaths) and fault != "stale_scale":
-        base = _StressedOutputs
-    else:
+    elif at == "cast" or (fault == "stale_scale" and not simulated) or not issubclass(kind, OperatorPaths):
         raise RecipeError(f"stress.kind = {fault!r} cannot act on {kind.__name__}: it needs 'simulated' paths")
+    elif fault == "stale_scale":
+        raise RecipeError("stress.kind = 'stale_scale' is a fault of casts, which stress.at = 'output' leaves alone")
+    else:
+        base = _StressedOutputs
     return type(f"Stressed{kind.__name__}", (base, kind), {"fault": fault, "factor": factor})
 
 
@@ -127,7 +132,7 @@ class _StressedCasts(_Stressed):
 
 
 class _StressedOutputs(_Stressed):
-    """Faults of the gradient that reaches a unit's output, for any other path class."""
+    """Faults of the gradient that reaches a unit's output, for any path class."""
 
     def forward_of(self, operator: Operator, route: Any) -> "partial[Tensor]":
         inner = super().forward_of(operator, route)  # type: ignore[misc]

@@ -182,7 +182,7 @@ class _Books:
         amax, formats = None, paths.formats[self._path]
         if self._delayed:
             amax = self._amax[role] = absmax(value, "tensor").float()
-        meter = paths.meter(seat, self._path) if role in MEASURED else None
+        meter = paths.meter(seat, role, self._path)
         if meter is not None and self._path != LOW:
             self._measure(meter, role, value, amax)
         if formats is None:

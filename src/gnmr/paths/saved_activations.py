@@ -226,10 +226,9 @@ class SavedActivations(OperatorPaths):
 
     def errors(self) -> dict[str, NDArray[np.float64]]:
         """Return (N,) relative errors of the low-cost format, as ``"x"``."""
-        by_unit: list[list[int]] = [[] for _ in self.units]
-        for slot in self._slots:
-            by_unit[slot.route.unit].append(self._place[slot.share])
-        return {"x": of_units(self._meter.read(), by_unit)}
+        places = [self._place[slot.share] for slot in self._slots]
+        units = np.array([slot.route.unit for slot in self._slots])
+        return {"x": of_units(self._meter.read()[places], units, len(self.units))}
 
     def _measure(self, slot: "_Slot", x: Tensor) -> None:
         if self._watch and not self._apart and int(self._step) % self._watch == 0:

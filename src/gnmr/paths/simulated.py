@@ -205,11 +205,13 @@ class Simulated(OperatorPaths):
             raise ValueError(f"every must be >= 1 step, got {every!r}")
         self._watch = every
         devices = {seat.operator.weight.device for seat in self._seats}
-        self._meters = {device: ErrorMeter(len(self._seats) * len(MEASURED), device) for device in devices}
+        self._meters = {device: ErrorMeter(len(self._seats) * len(MEASURED)) for device in devices}
 
-    def meter(self, seat: Seat, path: int) -> ErrorMeter | None:
-        """Return where this step's errors of an operator go, or None."""
-        if not self._watch or not self.booking or (path == HIGH and self.step % self._watch):
+    def meter(self, seat: Seat, role: Role, path: int) -> ErrorMeter | None:
+        """Return where the error of this cast goes, or None: weights, which move slowly, are not read at every step."""
+        if not self._watch or not self.booking or role not in MEASURED:
+            return None
+        if (path == HIGH or role == "w") and self.step % self._watch:
             return None
         return self._meter_of(seat)
 
@@ -222,11 +224,9 @@ class Simulated(OperatorPaths):
         for meter in self._meters.values():
             known = meter.read()
             found = np.where(np.isnan(known), found, known)
-        by_unit: list[list[int]] = [[] for _ in self.units]
-        for place, seat in enumerate(self._seats):
-            by_unit[seat.unit].append(place)
-        roles = found.reshape(len(self._seats), len(MEASURED)).T
-        return {role: of_units(row, by_unit) for role, row in zip(MEASURED, roles, strict=True) if role in self.tensors}
+        units = np.array([seat.unit for seat in self._seats])
+        roles = zip(MEASURED, found.reshape(len(self._seats), len(MEASURED)).T, strict=True)
+        return {role: of_units(row, units, len(self.units)) for role, row in roles if role in self.tensors}
 
     def end_step(self, step: int) -> None:
         """Roll the amax histories; the noise of stochastic rounding moves on."""
