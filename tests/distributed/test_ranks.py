@@ -107,3 +107,17 @@ def test_a_step_takes_one_collective_clipping_included(ranks):
 
 def test_a_state_loads_under_another_strategy(ranks):
     assert [rank["resumed"] for rank in ranks] == [{"ddp": 0, "fsdp": 0}] * 2
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_stacked_experts_have_the_norms_of_one_process(one, ranks, kind):
+    wanted = one["experts"]
+
+    assert wanted["observed"] == [True, False, True]
+    for rank in ranks:
+        mine = rank[f"{kind} experts"]
+        assert mine["units"] == wanted["units"]
+        assert mine["observed"] == wanted["observed"]
+        np.testing.assert_allclose(mine["norms"], wanted["norms"], rtol=1e-5)
+        assert mine["total"] == pytest.approx(wanted["total"], rel=1e-5)
+        assert mine["decided"]

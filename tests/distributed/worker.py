@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from gnmr import Guard, GuardError, Policy
 from toys import Toy, ToyPaths, batch
@@ -157,6 +158,40 @@ def resumed_elsewhere():
     return out
 
 
+def experts(kind):
+    """A mixture of three stacked experts, an uneven number of rows for two ranks; one expert gets no token."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False}
+    model = MixtralForCausalLM(MixtralConfig(**shape, **heads, num_local_experts=3, num_experts_per_tok=1))
+    router, route = model.model.layers[0].mlp.gate, model.model.layers[0].mlp.gate.forward
+
+    def never_the_second(hidden):
+        logits, _, _ = route(hidden)
+        odd = torch.arange(len(logits)) % 2
+        return logits, torch.softmax(logits, dim=-1).gather(1, 2 * odd[:, None]), 2 * odd[:, None]
+
+    router.forward = never_the_second
+    wrapped = model
+    if kind == "fsdp":
+        mesh = dist.init_device_mesh("cpu", (world,))
+        fully_shard(model.model.layers[0], mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+    elif kind == "ddp":
+        wrapped = DistributedDataParallel(model)
+    guard = Guard(wrapped, ToyPaths(), POLICY, granularity="expert", include="*.experts.*")
+    ids = share(torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(0)))
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    reading = guard._monitor.read(total=True)
+    return {
+        "units": [unit.name for unit in guard.units],
+        "norms": reading.norms[reading.observed].tolist(),
+        "observed": reading.observed.tolist(),
+        "total": reading.total,
+        "decided": guard.step() is not None,
+    }
+
+
 def main():
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*find_unused_parameters=True.*")
@@ -165,6 +200,7 @@ def main():
     if world == 1:
         found["one"] = run("one")
         found["one narrow"] = run("one", width=3)
+        found["experts"] = experts("one")
     else:
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
         for kind in ("ddp", "fsdp"):
@@ -177,6 +213,8 @@ def main():
         found["micro"] = micro_batches()
         found["collectives"] = collectives()
         found["resumed"] = resumed_elsewhere()
+        found["ddp experts"] = experts("ddp")
+        found["fsdp experts"] = experts("fsdp")
         dist.destroy_process_group()
     Path(sys.argv[4]).write_text(json.dumps(found))
 

@@ -27,7 +27,7 @@ def gnmr(*arguments):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, text):
-    """Runs of four recipes at scale tiny, cut short, and the comparison of each, as `gnmr compare` leaves them."""
+    """Runs of five recipes at scale tiny, cut short, and the comparison of each, as `gnmr compare` leaves them."""
     root = tmp_path_factory.mktemp("runs")
     recipes = {}
     for name, arms, own in (
@@ -36,6 +36,7 @@ def compared(tmp_path_factory, text):
         ("paper/b-8-16-130m", ["gnmr"], ["run.steps=40", "model.num_hidden_layers=2"]),
         ("paper/ablation-max-active", ["gnmr:sixth", "gnmr:half", "random@gnmr:sixth"], SHORT),
         ("paper/ablation-thresholds", ["gnmr:high-throughout"], SHORT),
+        ("paper/moe", ["gnmr"], ["run.steps=20", "run.eval_every=4"]),
     ):
         given = [*FEW, *own, f"data.name={text}", "run.seeds=[0]", f"arms={arms}"]
         recipe = recipes[name] = load_recipe(name, given, "tiny")
@@ -103,6 +104,21 @@ def test_two_stages_and_a_single_one(compared):
     assert one.policy.alpha == 1.5
 
 
+def test_the_mixture_has_an_expert_for_a_unit_and_begins_on_recovery(compared):
+    root, _ = compared
+    trace = read_trace(root / "paper/moe/tiny/gnmr-s0/trace.parquet")
+    head, body = lines(table("12"), finished(root))
+    ours = {(line[0], line[1]): line[head.index("ours, TINY scale")] for line in body}
+
+    assert trace.units[:2] == ["model.layers.0.mlp.experts.0", "model.layers.0.mlp.experts.1"]
+    assert len(trace.units) == 2 * 8
+    assert trace.policy.warmup_steps == 4  # a twentieth of the 80 steps at this scale
+    assert trace.active[:3].all()
+    assert trace.active[-1].sum() == trace.policy.max_active == 4, "a quarter, at a threshold below 1"
+    assert float(ours["8/16, α 0.9", "29K steps"]) > 1
+    assert ours["8-bit", "29K steps"] == "-"
+
+
 def test_a_variant_that_the_recipe_lacks_is_named(tmp_path):
     with pytest.raises(RecipeError, match="arm 'gnmr:haf': there is no variant 'haf'; did you mean 'half'?"):
         train_arm(load_recipe("paper/ablation-max-active", scale="tiny"), "gnmr:haf", 0, tmp_path / "x")
@@ -125,6 +141,7 @@ SPOT = [
     ("10", "static profile", "130M", "215.10"),
     ("11", "GNMR", "hit maxO", "0.0043"),
     ("11", "Jacobian proxy, always the top 4", "peak memory", "3682 MB"),
+    ("13", "8-bit", "4K steps", "0.312"),
     ("15", "4-bit with GNMR", "loss", "3.076"),
 ]
 
@@ -190,6 +207,7 @@ def test_the_list_names_what_makes_each_table():
     done = gnmr("tables")
 
     assert "Tables 14-15" in done.output
+    assert "paper/moe" in done.output
     assert "paper/pangu-4bit" in done.output
     assert "Figures 2-3" in done.output
 

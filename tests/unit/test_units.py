@@ -132,7 +132,7 @@ def test_a_mapping_may_leave_operators_out():
     [
         ({"a": "*.up_proj", "b": "layers.0.*"}, "'layers.0.up_proj' is in two groups, 'a' and 'b'"),
         ({"a": "*.q_proj"}, r"group 'a' matches no eligible operator: \['\*.q_proj'\]"),
-        ("layer", "granularity must be 'operator', 'block', a function.*got 'layer'"),
+        ("layer", "granularity must be 'operator', 'expert', 'block', a function.*got 'layer'"),
     ],
 )
 def test_a_wrong_granularity_is_named(granularity, message):

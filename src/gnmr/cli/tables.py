@@ -30,7 +30,7 @@ def _list(console: "Console") -> None:
 
     listed = Table("in the paper", "what it shows", "made by gnmr compare of")
     for entry in entries():
-        listed.add_row(entry.name, entry.title, "\n".join(entry.recipes) or "no recipe here")
+        listed.add_row(entry.name, entry.title, "\n".join(entry.recipes))
     console.print(listed)
     console.print(
         "gnmr compare RECIPE --scale tiny|small|paper makes them, gnmr tables N prints a table beside the paper's, and "
@@ -53,7 +53,7 @@ def _one(console: "Console", number: str, root: Path) -> None:
     console.print(shown)
     used = used_by(entry, done)
     if not used:
-        wanted = ", ".join(entry.recipes) or "which no recipe here makes"
+        wanted = ", ".join(entry.recipes)
         console.print(f"No finished comparison under {root}: {wanted}", markup=False, highlight=False, soft_wrap=True)
     if any(scale != "paper" for _, scale in used):
         console.print(

@@ -1,10 +1,10 @@
-"""The model of a recipe: a seeded LLaMA of its shapes, or a pre-trained causal LM."""
+"""The model of a recipe: a seeded LLaMA or Mixtral of its shapes, or a pre-trained causal LM."""
 
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from gnmr.errors import RecipeError
 from gnmr.lab.sections import Model
@@ -26,21 +26,25 @@ def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -
     if model.name_or_path is not None:
         return _pretrained(model.name_or_path, dtype, vocab_size)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads or model.num_attention_heads,
-        max_position_embeddings=sequence_length,
-        rms_norm_eps=1e-6,
-        initializer_range=0.02,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads or model.num_attention_heads,
+        "max_position_embeddings": sequence_length,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if model.num_experts is None:
+        return LlamaForCausalLM(LlamaConfig(**shape)).to(dtype)
+    # Without the auxiliary loss that balances the experts, so that the loss is the language model's.
+    experts = {"num_local_experts": model.num_experts, "num_experts_per_tok": model.num_experts_per_tok}
+    return MixtralForCausalLM(MixtralConfig(**shape, **experts)).to(dtype)
 
 
 def _pretrained(name: str, dtype: torch.dtype, vocab_size: int) -> Any:

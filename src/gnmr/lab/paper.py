@@ -30,7 +30,7 @@ class Entry:
         numbers: the paper's, such as ``("14", "15")``.
         title: what it shows.
         figure: whether it is drawn, and has no cells.
-        recipes: that make it; none where there is no recipe yet.
+        recipes: that make it.
         cells: its cells, row by row.
         note: what must be known beside it.
     """
@@ -171,19 +171,19 @@ def _ours(cell: Mapping[str, Any], done: Finished | None) -> str:
     if done is None or row is None:
         return "-"
     if "at" in cell and cell["at"] < 1:
-        return _with_error([_perplexity_at(done, name, float(cell["at"])) for name in row["runs"]], cell)
+        return _with_error([_evaluated_at(done, name, cell["metric"], float(cell["at"])) for name in row["runs"]], cell)
     values = row["metrics"][cell["metric"]]["per_seed"]
     return _with_error([None if value is None else float(value) for value in values], cell)
 
 
-def _perplexity_at(done: Finished, run: str, share: float) -> float | None:
-    """Return the perplexity of the evaluation nearest to a share of the run; None if none is near."""
-    steps = done.comparison["recipe"]["run"]["steps"]
-    rows = [row for row in runs.read_metrics(done.folder / run / runs.METRICS) if "eval_perplexity" in row]
+def _evaluated_at(done: Finished, run: str, metric: str, share: float) -> float | None:
+    """Return perplexity or loss of the evaluation nearest to a share of the run; None if none is near."""
+    steps, key = done.comparison["recipe"]["run"]["steps"], f"eval_{metric.removeprefix('eval_')}"
+    rows = [row for row in runs.read_metrics(done.folder / run / runs.METRICS) if key in row]
     nearest = min(rows, key=lambda row: abs(row["step"] / steps - share), default=None)
     if nearest is None or abs(nearest["step"] / steps - share) > _NEAR:
         return None
-    return float(nearest["eval_perplexity"])
+    return float(nearest[key])
 
 
 def _with_error(values: Sequence[float | None], cell: Mapping[str, Any]) -> str:

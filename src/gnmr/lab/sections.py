@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """A LLaMA of these shapes, or any causal LM by hub name or path."""
+    """A LLaMA of these shapes, a Mixtral where there are experts, or any causal LM by hub name or path."""
 
     name_or_path: str | None = None
     hidden_size: Positive = 64
@@ -30,6 +30,8 @@ class Model(Section):
     num_hidden_layers: Positive = 4
     num_attention_heads: Positive = 4
     num_key_value_heads: Positive | None = None
+    num_experts: Positive | None = None
+    num_experts_per_tok: Positive = 2
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")
@@ -46,6 +48,8 @@ class Model(Section):
             raise ValueError(
                 f"num_attention_heads {heads} must be a multiple of num_key_value_heads {self.num_key_value_heads}"
             )
+        if self.num_experts and self.num_experts_per_tok > self.num_experts:
+            raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok} is above num_experts {self.num_experts}")
         return self
 
 
@@ -93,7 +97,7 @@ class Optimizer(Section):
 class Units(Section):
     """Which parts of the model are units: see :func:`gnmr.find_units`."""
 
-    granularity: Literal["operator", "block"] = "operator"
+    granularity: Literal["operator", "expert", "block"] = "operator"
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
 

@@ -45,7 +45,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gnmr.errors import PathError
+from gnmr.errors import PathError, UnitError
 from gnmr.pytorch.units import Operator, Unit
 
 LOW, HIGH = 0, 1
@@ -172,6 +172,7 @@ class OperatorPaths(Paths):
                 f"{guarded[0]!r} is on the paths of another guard: detach that one first ({len(guarded)} such "
                 "operators); a model has one guard at a time"
             )
+        _take_over([op for unit in units for op in unit.operators])
         self.units = tuple(units)
         self._counts = np.zeros((2, len(units)), dtype=np.int64)
         self._routes = [_Route(self._counts, unit.index) for unit in units]
@@ -236,6 +237,17 @@ def is_guarded(operator: Operator) -> bool:
     """Whether a guard's path stands in place of the operator's forward."""
     seat = operator.module.__dict__.get("_gnmr_seat")
     return seat is not None and not seat.vacant
+
+
+def _take_over(operators: Sequence[Operator]) -> None:
+    """Make the model run every operator by its module, or leave it as it was."""
+    try:
+        for operator in operators:
+            operator.take_over()
+    except UnitError:
+        for operator in operators:
+            operator.restore()
+        raise
 
 
 class _Seat:

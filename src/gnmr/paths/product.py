@@ -78,7 +78,7 @@ class Seat:
         self.counts = torch.zeros(3, dtype=torch.int64)
         self._first = first
         self.measured = slice(number * len(MEASURED), (number + 1) * len(MEASURED))
-        self._device = operator.weight.device
+        self._device = operator.device
         self._bytes = (0, 0)
         self._compiled = False
         self._number = next(_numbers)

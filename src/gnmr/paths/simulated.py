@@ -168,7 +168,7 @@ class Simulated(OperatorPaths):
         members = [(unit.index, operator) for unit in units for operator in unit.operators]
         sizes: dict[torch.device, int] = {}
         for unit, operator in members:
-            device = operator.weight.device
+            device = operator.device
             self._seats.append(Seat(self, operator, unit, sizes.get(device, 0), len(self._seats)))
             sizes[device] = sizes.get(device, 0) + len(ROLES)
         self.histories = {device: AmaxHistory(size, self.amax_history, device) for device, size in sizes.items()}
@@ -204,7 +204,7 @@ class Simulated(OperatorPaths):
         if every < 1:
             raise ValueError(f"every must be >= 1 step, got {every!r}")
         self._watch = every
-        devices = {seat.operator.weight.device for seat in self._seats}
+        devices = {seat.operator.device for seat in self._seats}
         self._meters = {device: ErrorMeter(len(self._seats) * len(MEASURED)) for device in devices}
 
     def meter(self, seat: Seat, role: Role, path: int) -> ErrorMeter | None:
@@ -216,7 +216,7 @@ class Simulated(OperatorPaths):
         return self._meter_of(seat)
 
     def _meter_of(self, seat: Seat) -> ErrorMeter:
-        return self._meters[seat.operator.weight.device]
+        return self._meters[seat.operator.device]
 
     def errors(self) -> dict[str, NDArray[np.float64]]:
         """Return (N,) relative errors of the low-cost path's casts of this step, by role."""

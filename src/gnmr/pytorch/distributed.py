@@ -30,6 +30,17 @@ def local_part(grad: Tensor) -> Tensor:
     return grad.to_local() if _is_dtensor(grad) else grad  # type: ignore[attr-defined]
 
 
+def first_row(grad: Tensor) -> int:
+    """Return which row of the whole gradient is the first that this rank holds."""
+    if not _is_dtensor(grad):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = grad.device_mesh, grad.placements  # type: ignore[attr-defined]
+    _, offset = compute_local_shape_and_global_offset(grad.shape, mesh, placements)
+    return int(offset[0])
+
+
 def share(grad: Tensor, group: Group) -> float:
     """Return the weight of this rank's part in the sum over the group: 1 / how many ranks hold the same.
 

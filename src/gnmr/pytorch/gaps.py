@@ -72,7 +72,7 @@ def measure_gaps(
     n, m = len(units), len(closures)
     absolute, relative, own, loss = (np.full((m, n), np.nan) for _ in range(4))
     sums: list[tuple[Tensor, ...] | None] = [None] * n
-    inside = [[i for i, param in enumerate(params) if param in set(unit.params)] for unit in units]
+    place = {param: i for i, param in enumerate(params)}
     with _Probe(params, paths, plan) as probe:
         for row, closure in enumerate(closures):
             best = probe.gradients(closure, low=None)
@@ -83,7 +83,8 @@ def measure_gaps(
                 rho = torch._foreach_sub(found, best)
                 absolute[row, b] = _norm(rho)
                 relative[row, b] = absolute[row, b] / size if size > 0 else np.nan
-                own[row, b] = _norm([rho[i] for i in inside[b]])
+                mine = [piece for piece in units[b].pieces if piece.param in place]
+                own[row, b] = _norm([piece.of(rho[place[piece.param]]) for piece in mine])
                 earlier = sums[b]
                 sums[b] = rho if earlier is None else torch._foreach_add(earlier, rho)
                 if lr is not None and after is not None:

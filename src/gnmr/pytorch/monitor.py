@@ -1,9 +1,9 @@
 """Reads the gradient norm of each unit, in one fused pass over the buffers that the optimiser reads.
 
 A norm here is the L2 norm of the true gradient: accumulated over the micro-batches (it reads after the
-last), reduced over the ranks, and before any clipping. Per parameter it comes from ``torch._foreach_norm``;
-squares are summed per unit in float64 on the host. One small vector crosses to the host for each device,
-and, in a distributed run, one goes through one all-reduce.
+last), reduced over the ranks, and before any clipping. Per parameter it comes from ``torch._foreach_norm``, and per
+row of a parameter in which experts are stacked; squares are summed per unit in float64 on the host. One small vector
+crosses to the host for each device, and, in a distributed run, one goes through one all-reduce.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gnmr.pytorch.distributed import Group, all_sum, local_part, share
+from gnmr.pytorch.distributed import Group, all_sum, first_row, local_part, share
 from gnmr.pytorch.units import Unit
 
 Floats = NDArray[np.float64]
@@ -27,7 +27,8 @@ class Reading:
 
     Attributes:
         norms: (N,) float64 L2 norms; NaN where ``observed`` is False.
-        observed: (N,) bool, whether any parameter of the unit has a gradient, on any rank.
+        observed: (N,) bool, whether any parameter of the unit has a gradient, on any rank. A row of stacked experts
+            has one where it is not all zeros: an expert without a token gets zeros.
         total: the L2 norm over all of the model's gradients; None where only the units were read.
         fresh: whether a backward came before it, on any rank.
     """
@@ -64,12 +65,17 @@ class Monitor:
             (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
         )
         self._places = [(module._parameters, name, p) for module, name, p in places if p in inside]
+        self._stacked = {piece.param for unit in units for piece in unit.pieces if piece.row is not None}
+        rows = [p.shape[0] if p in self._stacked else 1 for p in (*self._params, *self._rest)]
+        first = np.cumsum([0, *rows])
+        self._first: list[int] = first.tolist()
         position = {p: i for i, p in enumerate(model.parameters())}
-        self._order = np.argsort([position[p] for p in (*self._params, *self._rest)])
-        place = {p: i for i, p in enumerate(self._params)}
-        pairs = [(place[p], unit.index) for unit in units for p in unit.params]
-        # (pairs,) indices: parameter -> unit. Without a shared parameter it is one pair a parameter.
-        self._of_pair = np.array([param for param, _ in pairs])
+        order = np.argsort([position[p] for p in (*self._params, *self._rest)])
+        self._order = np.concatenate([np.arange(first[i], first[i + 1]) for i in order])
+        place = {p: int(first[i]) for i, p in enumerate(self._params)}
+        pairs = [(place[piece.param] + (piece.row or 0), unit.index) for unit in units for piece in unit.pieces]
+        # (pairs,) indices: row of a parameter -> unit. Without a shared parameter it is one pair a row.
+        self._of_pair = np.array([row for row, _ in pairs])
         self._unit_of_pair = np.array([unit for _, unit in pairs])
         self._n_units = len(units)
 
@@ -95,7 +101,7 @@ class Monitor:
             fresh: whether this rank saw a backward since the last reading.
         """
         params = (*self._params, *self._rest) if total else self._params
-        parts, shares = _parts(list(map(gradient, params)), self._group)
+        parts, shares = self._parts(params)
         with np.errstate(over="ignore", invalid="ignore"):
             squares = np.square(parts, where=shares > 0, out=np.zeros_like(parts)) * shares
         n = self._n_units
@@ -109,6 +115,24 @@ class Monitor:
         if total:
             whole = float(np.sqrt(sums[-2]) if self._group is not None else self._as_torch(parts, shares)) / scale
         return Reading(norms, observed, whole, bool(sums[-1] > 0))
+
+    def _parts(self, params: Sequence[nn.Parameter]) -> tuple[Floats, Floats]:
+        """Return (Q,) norms of what this rank holds, and (Q,) its shares in the sums, 0 where there is nothing."""
+        parts, shares = np.zeros(self._first[len(params)]), np.zeros(self._first[len(params)])
+        grads = [(i, p, grad) for i, p in enumerate(params) if (grad := gradient(p)) is not None]
+        whole = [(i, grad) for i, p, grad in grads if p not in self._stacked]
+        stacked = [(i, grad) for i, p, grad in grads if p in self._stacked]
+        norms = _norms([local_part(grad) for _, grad in whole], [local_part(grad) for _, grad in stacked])
+        here = [self._first[i] for i, _ in whole]
+        parts[here], shares[here] = norms[: len(here)], [share(grad, self._group) for _, grad in whole]
+        begin = len(here)
+        for i, grad in stacked:
+            rows = len(local_part(grad))
+            place = slice(first := self._first[i] + first_row(grad), first + rows)
+            parts[place] = norms[begin : begin + rows]
+            shares[place] = np.where(parts[place] != 0, share(grad, self._group), 0.0)
+            begin += rows
+        return parts, shares
 
     def _as_torch(self, parts: Floats, shares: Floats) -> float:
         """Sum the parts as ``clip_grad_norm_`` does, so that clipping is the same to the last bit."""
@@ -130,27 +154,23 @@ def by_place(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return groups
 
 
-def _parts(grads: Sequence[Tensor | None], group: Group) -> tuple[Floats, Floats]:
-    """Return (P,) norms of what this rank holds, and (P,) its shares in the sums, 0 where there is nothing."""
-    here = [i for i, grad in enumerate(grads) if grad is not None]
-    found = [grad for grad in grads if grad is not None]
-    parts, shares = np.zeros(len(grads)), np.zeros(len(grads))
-    parts[here] = _norms([local_part(grad) for grad in found])
-    shares[here] = [share(grad, group) for grad in found]
-    return parts, shares
-
-
-def _norms(tensors: Sequence[Tensor]) -> Floats:
-    """Return the (P,) L2 norm of each tensor, with one copy to the host for each device."""
+def _norms(whole: Sequence[Tensor], stacked: Sequence[Tensor]) -> Floats:
+    """Return the L2 norm of each tensor, then of each row of the stacked ones; one copy to the host for each device."""
+    # A norm in bfloat16 has three digits; the sum is kept in float32 or better.
+    sums_in = lambda dtype: torch.float64 if dtype == torch.float64 else torch.float32  # noqa: E731
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    for (device, dtype), members in by_place(tensors).items():
-        # A norm in bfloat16 has three digits; the sum is kept in float32 or better.
-        kind = torch.float64 if dtype == torch.float64 else torch.float32
-        found = torch._foreach_norm([tensors[i] for i in members], 2, dtype=kind)
+    for (device, dtype), members in by_place(whole).items():
+        found = torch._foreach_norm([whole[i] for i in members], 2, dtype=sums_in(dtype))
         indices, stacks = by_device.setdefault(device, ([], []))
         indices.extend(members)
         stacks.append(torch.stack(found))
-    norms = np.zeros(len(tensors))
+    n = len(whole)
+    for tensor in stacked:
+        indices, stacks = by_device.setdefault(tensor.device, ([], []))
+        indices.extend(range(n, n + len(tensor)))
+        stacks.append(torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=sums_in(tensor.dtype)))
+        n += len(tensor)
+    norms = np.zeros(n)
     for indices, stacks in by_device.values():
         norms[indices] = torch.cat(stacks).cpu().numpy()
     return norms

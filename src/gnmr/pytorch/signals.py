@@ -86,6 +86,7 @@ class MicroBatchNoise(Signal):
         self._before: dict[nn.Parameter, Tensor] = {}
         self._squares: dict[nn.Parameter, list[Tensor]] = {}
         params = dict.fromkeys(param for unit in units for param in unit.params)
+        self._stacked = {piece.param for unit in units for piece in unit.pieces if piece.row is not None}
         self._hooks = [param.register_post_accumulate_grad_hook(self._see) for param in params]
 
     def _see(self, param: Tensor) -> None:
@@ -93,7 +94,9 @@ class MicroBatchNoise(Signal):
         assert param.grad is not None  # noqa: S101 (the hook runs after accumulation)
         grad = param.grad.detach()
         share = grad - self._before[param] if param in self._before else grad
-        self._squares.setdefault(param, []).append(torch.linalg.vector_norm(share.float()) ** 2)
+        # Of stacked experts one number a row, else one of the whole.
+        rows = share.float().flatten(1 if param in self._stacked else 0)
+        self._squares.setdefault(param, []).append(torch.linalg.vector_norm(rows, dim=-1) ** 2)
         self._before[param] = grad.clone()
 
     def read(self, reading: Reading) -> Floats:
@@ -105,27 +108,29 @@ class MicroBatchNoise(Signal):
         found = np.full(len(self._units), np.nan)
         sums = self._sums()
         for unit in self._units:
-            seen = [sums[param] for param in unit.params if param in sums]
+            seen = [piece for piece in unit.pieces if piece.param in sums]
             if not seen:
                 continue
-            k = max(count for _, count in seen)
+            k = max(len(self._squares[piece.param]) for piece in seen)
             if k < 2:
                 raise GuardError(
                     "the trigger 'gsnr' compares the gradients of micro-batches, and this step had one: accumulate "
                     "over at least two (gradient_accumulation_steps=2)"
                 )
             size = reading.norms[unit.index] ** 2
-            found[unit.index] = (k * sum(square for square, _ in seen) - size) / size if size > 0 else np.nan
+            whole = sum(float(sums[piece.param][piece.row or 0]) for piece in seen)
+            found[unit.index] = (k * whole - size) / size if size > 0 else np.nan
         self._before.clear()
         self._squares.clear()
         return found
 
-    def _sums(self) -> dict[nn.Parameter, tuple[float, int]]:
-        if not self._squares:
+    def _sums(self) -> dict[nn.Parameter, Floats]:
+        """Return the sums over the micro-batches, (rows,) or (1,) for each parameter."""
+        totals = [torch.stack(squares).sum(0).reshape(-1) for squares in self._squares.values()]
+        if not totals:
             return {}
-        totals = torch.stack([torch.stack(squares).sum() for squares in self._squares.values()]).tolist()
-        pairs = zip(self._squares.items(), totals, strict=True)
-        return {param: (total, len(squares)) for (param, squares), total in pairs}
+        parts = torch.cat(totals).double().cpu().numpy()
+        return dict(zip(self._squares, np.split(parts, np.cumsum([len(each) for each in totals])[:-1]), strict=True))
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -1,16 +1,18 @@
-"""Which parts of a model are units: an operator, a block, or a group of the user's own."""
+"""Which parts of a model are units: an operator, an expert, a block, or a group of the user's own."""
 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.errors import UnitError
+from gnmr.pytorch.experts import ExpertLinear, experts_of, give_back, is_stacked, take_over
 
 PROJECTIONS = frozenset(
     # LLaMA, Mistral, Qwen, Gemma; Phi-3 (fused); OPT, Phi; GPT-NeoX; GPT-2; torchtitan
@@ -28,7 +30,23 @@ PROJECTIONS = frozenset(
 _WRAPPERS = frozenset(["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"])
 
 FilterFn = Callable[[nn.Module, str], bool]
-Granularity = Literal["operator", "block"] | Callable[[str], str] | Mapping[str, Sequence[str]]
+Granularity = Literal["operator", "expert", "block"] | Callable[[str], str] | Mapping[str, Sequence[str]]
+
+
+class Piece(NamedTuple):
+    """What a unit has of a parameter: all of it, or, of experts that are stacked in one, a row.
+
+    Attributes:
+        param: the trainable parameter.
+        row: of its first dimension, or None.
+    """
+
+    param: nn.Parameter
+    row: int | None
+
+    def of(self, grad: Tensor) -> Tensor:
+        """Return the piece's part of a gradient of the parameter."""
+        return grad if self.row is None else grad[self.row]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +55,7 @@ class Operator:
 
     Attributes:
         fqn: the name in the model, free of what wrappers add.
-        module: ``nn.Linear`` or GPT-2's ``Conv1D``.
+        module: ``nn.Linear``, GPT-2's ``Conv1D``, or one product of an expert that is stacked with others.
     """
 
     fqn: str
@@ -60,6 +78,30 @@ class Operator:
         """(out,) bias, or None."""
         return cast("Tensor | None", self.module.bias)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        held = self.module.stacked if isinstance(self.module, ExpertLinear) else self.module.weight
+        return cast("Tensor", held).device
+
+    def pieces(self) -> list[Piece]:
+        """Return what is trainable of the operator."""
+        if isinstance(self.module, ExpertLinear):
+            stacked = (self.module.stacked, self.module.stacked_bias)
+            found = [Piece(param, self.module.row) for param in stacked if param is not None]
+        else:
+            found = [Piece(param, None) for param in self.module.parameters()]
+        return [piece for piece in found if piece.param.requires_grad]
+
+    def take_over(self) -> None:
+        """Make the model run the operator by its module, where it does not anyway: stacked experts.
+
+        Raises:
+            gnmr.UnitError: they cannot be run one by one.
+        """
+        if isinstance(self.module, ExpertLinear):
+            take_over(self.module)
+
     def plain(self, x: Tensor) -> Tensor:
         """Run the operator as the model would without gnmr."""
         if self._own_forward is not None:
@@ -75,6 +117,8 @@ class Operator:
         self.module.__dict__.pop("forward", None)
         if self._own_forward is not None:
             self.module.forward = self._own_forward
+        if isinstance(self.module, ExpertLinear):
+            give_back(self.module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +129,18 @@ class Unit:
         name: unique in the model.
         index: its place in forward order, and in every (N,) array.
         operators: at least one.
-        params: the trainable parameters whose gradient is the unit's, each once.
+        pieces: the trainable parameters, or rows of them, whose gradient is the unit's, each once.
     """
 
     name: str
     index: int
     operators: tuple[Operator, ...]
-    params: tuple[nn.Parameter, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def params(self) -> tuple[nn.Parameter, ...]:
+        """The parameters of the pieces, each once."""
+        return tuple(dict.fromkeys(piece.param for piece in self.pieces))
 
 
 def find_units(
@@ -113,8 +162,9 @@ def find_units(
             are asked about.
         include: FQN globs in place of the default rule (``"*.mlp.*"``); with ``filter_fn``, both must hold.
         exclude: FQN globs to leave out.
-        granularity: ``"operator"``: each linear is a unit; ``"block"``: a decoder layer is one, with all its
-            eligible linears; a function from FQN to group name; or a mapping from group name to FQN globs.
+        granularity: ``"operator"``: each linear is a unit; ``"expert"``: an expert of a mixture is one, with its
+            linears, and every other linear too; ``"block"``: a decoder layer is one, with all its eligible linears; a
+            function from FQN to group name; or a mapping from group name to FQN globs.
 
     Returns:
         Units in the order of the model's modules.
@@ -139,10 +189,10 @@ def find_units(
         raise UnitError(_nothing_matches(linears, filter_fn, wanted, unwanted))
     groups = _group(chosen, granularity)
     units = [
-        Unit(name, index, tuple(operators), _trainable(operators))
+        Unit(name, index, tuple(operators), tuple(dict.fromkeys(piece for op in operators for piece in op.pieces())))
         for index, (name, operators) in enumerate(groups.items())
     ]
-    frozen = [unit.name for unit in units if not unit.params]
+    frozen = [unit.name for unit in units if not unit.pieces]
     if frozen:
         raise UnitError(
             f"unit {frozen[0]!r} has no trainable parameter ({len(frozen)} of {len(units)} units), "
@@ -170,12 +220,24 @@ def block_of(fqn: str) -> str | None:
     return match.group(1).removeprefix(".") if match else None
 
 
+def expert_of(fqn: str) -> str | None:
+    """Return the expert that a module is in: its name up to the number after ``experts``, or None."""
+    match = re.match(r"(?:.*\.)?experts\.\d+(?=\.)", fqn)
+    return match.group() if match else None
+
+
 def _linears(model: nn.Module) -> list[Operator]:
     found = []
     for name, module in model.named_modules():
         if is_linear(module):
-            _sweep(module)
-            found.append(Operator(canonical_fqn(name), module, module.__dict__.get("forward")))
+            members = [("", module)]
+        elif is_stacked(module):
+            members = [(f".{each.row}.{each.projection}", each) for pair in experts_of(module) for each in pair]
+        else:
+            continue
+        for suffix, member in members:
+            _sweep(member)
+            found.append(Operator(canonical_fqn(name) + suffix, member, member.__dict__.get("forward")))
     return found
 
 
@@ -185,6 +247,8 @@ def _sweep(module: nn.Module) -> None:
     if seat is not None and seat.vacant:
         del module._gnmr_seat
         module.__dict__.pop("forward", None)
+        if isinstance(module, ExpertLinear):
+            give_back(module)
 
 
 def _eligible(operator: Operator, filter_fn: FilterFn | None, include: tuple[str, ...] | None) -> bool:
@@ -206,13 +270,17 @@ def _group(operators: list[Operator], granularity: Granularity) -> dict[str, lis
         return {operator.fqn: [operator] for operator in operators}
     if isinstance(granularity, Mapping):
         return _by_globs(operators, granularity)
-    if granularity == "block":
-        name_of: Callable[[str], str | None] = block_of
+    if granularity == "expert":
+        if not any(expert_of(operator.fqn) for operator in operators):
+            raise UnitError(f"granularity='expert', and no operator is in experts.N: {', '.join(_names(operators))}")
+        name_of: Callable[[str], str | None] = lambda fqn: expert_of(fqn) or fqn  # noqa: E731
+    elif granularity == "block":
+        name_of = block_of
     elif callable(granularity):
         name_of = granularity
     else:
         raise ValueError(
-            "granularity must be 'operator', 'block', a function from FQN to group name, or a "
+            "granularity must be 'operator', 'expert', 'block', a function from FQN to group name, or a "
             f"mapping from group name to FQN globs, got {granularity!r}"
         )
     groups: dict[str, list[Operator]] = {}
@@ -241,16 +309,15 @@ def _by_globs(operators: list[Operator], groups: Mapping[str, Sequence[str]]) ->
     return dict(sorted(found.items(), key=lambda item: first[item[1][0].fqn]))
 
 
-def _trainable(operators: Iterable[Operator]) -> tuple[nn.Parameter, ...]:
-    params = (p for op in operators for p in op.module.parameters() if p.requires_grad)
-    return tuple(dict.fromkeys(params))
-
-
 def _adapters(linears: list[Operator]) -> str:
     """Say how to watch LoRA's adapters instead of the frozen operators that they stand beside."""
     if not any(".lora_A." in op.fqn for op in linears):
         return ""
     return "; to watch the adapters of a PEFT model, pass include='*.lora_[AB].*'"
+
+
+def _names(linears: list[Operator]) -> list[str]:
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", op.fqn) for op in linears))
 
 
 def _nothing_matches(
@@ -266,7 +333,7 @@ def _nothing_matches(
         asked = "filter_fn"
     if exclude:
         asked += f" without exclude={exclude!r}"
-    names = list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", op.fqn) for op in linears))
+    names = _names(linears)
     close = difflib.get_close_matches(include[0], names, n=1) if include else []
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return (
