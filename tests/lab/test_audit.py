@@ -51,6 +51,18 @@ def test_the_faulty_unit_has_the_largest_gap(audited):
     assert during[fault["unit"]] > 10 * before[fault["unit"]]
 
 
+def test_the_casts_say_how_they_fare(audited):
+    _, folder, found = audited
+    unit = json.loads((folder / "faults.json").read_text())[0]["unit"]
+    before, during = (step["casts"] for step in found["steps"])
+
+    assert set(during) == {"x", "w", "dy", "saturated", "underflowed", "stale_scale"}
+    assert all(len(values) == 7 for values in during.values())
+    assert during["dy"][unit] > 10 > 1 > before["dy"][unit], "sixteen times too large"
+    assert 0 < max(during["stale_scale"]) < 100
+    assert max(during["underflowed"]) > 0
+
+
 def test_an_audited_run_is_the_run(audited, tmp_path):
     recipe, folder, _ = audited
     plain = tmp_path / "gnmr-s0"

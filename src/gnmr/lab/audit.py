@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from gnmr import Guard
+from gnmr import Guard, Paths, Simulated
 from gnmr._io import write_json
 from gnmr.errors import RunError
 from gnmr.lab import runs
@@ -63,7 +63,9 @@ def audit_run(
         say: where lines for the user go.
 
     Returns:
-        What stands in ``audit.json``: for each step and unit the gaps and the scores, and for each score its ranking.
+        What stands in ``audit.json``: for each step and unit the gaps, the scores and what its casts say of themselves
+        (their relative errors by role, and under simulated paths the shares that saturated and underflowed and
+        how stale the scales are), and for each score its ranking.
 
     Raises:
         gnmr.RunError: a step outside the run, or an arm that has a signal of its own or no casts.
@@ -105,14 +107,16 @@ class Auditor(Signal):
         self._at = at
         self._params = [param for param in trainer.model.parameters() if param.requires_grad]
         trainer.keep_inputs(micro_batches)
+        self._errors = CastError(guard.paths, every=1)
         self._signals: dict[str, Signal] = {
-            "error": CastError(guard.paths, every=1),
+            "error": self._errors,
             "jacobian": Jacobian(guard.units),
         }
         if trainer.args.gradient_accumulation_steps > 1:
             self._signals["gsnr"] = MicroBatchNoise(guard.units)
         self.gaps: dict[int, Gaps] = {}
         self.signals: dict[int, dict[str, Floats]] = {}
+        self.casts: dict[int, dict[str, Floats]] = {}
 
     def read(self, reading: Any) -> Floats:
         """Measure, if it is time."""
@@ -120,6 +124,7 @@ class Auditor(Signal):
         signals = {name: signal.read(reading) for name, signal in self._signals.items()}
         if step in self._at:
             self.signals[step] = signals
+            self.casts[step] = self._errors.last | _ranges(self._paths)
             closures: list[Closure] = [partial(self._trainer.loss_again, kept) for kept in self._trainer.kept]
             rate = float(self._trainer.lr_scheduler.get_last_lr()[0])
             plan = self._guard.plan
@@ -153,6 +158,17 @@ def rank(score: Floats, gap: Floats, k: int) -> dict[str, float]:
     }
 
 
+def _ranges(paths: Paths) -> dict[str, Floats]:
+    """Return what simulated casts say of their ranges: shares of the run so far, and the staleness of this step."""
+    if not isinstance(paths, Simulated):
+        return {}
+    saturated, underflowed, total = paths.counters()
+    shares = {"saturated": saturated, "underflowed": underflowed}
+    with np.errstate(invalid="ignore"):
+        found = {name: count / total for name, count in shares.items()}
+    return found | {"stale_scale": paths.stale_scales()}
+
+
 def _audited(plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
     controller = plain(*args, **options)
     controller.needs = "audit"
@@ -170,7 +186,9 @@ def _report(auditor: Auditor, trace: Trace, several: bool) -> dict[str, Any]:
         for name in names:
             ranked[name].append(rank(scores[name], gaps.absolute, k))
         columns = {key: _numbers(value) for key, value in vars(gaps).items()}
-        steps.append({"step": step, "gaps": columns, "scores": {name: _numbers(scores[name]) for name in names}})
+        casts = {key: _numbers(value) for key, value in auditor.casts[step].items()}
+        shown = {name: _numbers(scores[name]) for name in names}
+        steps.append({"step": step, "gaps": columns, "casts": casts, "scores": shown})
     means = {
         name: {key: float(np.mean([each[key] for each in rows])) for key in ("rank", "precision", "gain")}
         for name, rows in ranked.items()

@@ -15,6 +15,7 @@ Definitions, where a word could mean several things:
 - *gradient norm*: the L2 norm over all units of the gradients as they came, before any clipping.
 - *decision*: the guard's part in a step, from reading the norms to setting the paths; what a trigger measures during
   forward and backward is in the step.
+- *saturated*, *underflowed*: shares of the elements that simulated paths cast on the low-cost path.
 - *coverage*: faulty unit-steps that ran on the recovery path. *False alarms*: unit-steps on the recovery path that
   were not faulty.
 """
@@ -60,6 +61,8 @@ COLUMNS = (
     Column("exceeds_gnmr", "GNMR > α", "%"),
     Column("exceeds_delta", "ΔGNMR > β", "%"),
     Column("hit_max", "hit maxO", "%"),
+    Column("saturated", "saturated", "%"),
+    Column("underflowed", "underflowed", "%"),
     Column("fault_coverage", "faults covered", "%", better="higher"),
     Column("false_alarms", "false alarms", "%", better="lower"),
     Column("step_seconds", "median step", "ms", better="lower"),
@@ -98,10 +101,11 @@ def measure_run(folder: Path, vocab_size: int | None = None) -> Values:
     done = summary(trace)
     static = trace.header.get("trigger") == "fixed"
     measured = {key: float(result[key]) for key in _MEASURED}
-    decision = result.get("decision_seconds")  # a run of an earlier gnmr has none
+    # A run of an earlier gnmr has no decision time; other paths than simulated ones count no casts.
+    perhaps = {key: result.get(key) for key in ("decision_seconds", "saturated", "underflowed")}
     return {
         **measured,
-        "decision_seconds": None if decision is None else float(decision),
+        **{key: None if value is None else float(value) for key, value in perhaps.items()},
         "diverged": float(diverged(losses, evaluations, vocab_size)),
         "loss_spikes": spike_score(losses),
         "grad_spikes": spike_score(global_norms(trace)),

@@ -17,7 +17,7 @@ from transformers import TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from gnmr import Guard, Paths, find_units
+from gnmr import Guard, Paths, Simulated, find_units
 from gnmr._io import write_json, write_text
 from gnmr.errors import RecipeError, RunError
 from gnmr.integrations.transformers import STATE_FILE, GuardCallback
@@ -324,6 +324,14 @@ def _paths(recipe: Recipe, arm: Arm, seed: int, folder: Path, model: Any) -> Any
     return paths
 
 
+def _ranges(guard: Guard | None) -> dict[str, float]:
+    """Return the shares of the elements cast on the low-cost path that saturated and underflowed, if any were."""
+    if guard is None or not isinstance(guard.paths, Simulated):
+        return {}
+    saturated, underflowed, total = guard.paths.counters().sum(axis=1).tolist()
+    return {"saturated": saturated / total, "underflowed": underflowed / total} if total else {}
+
+
 def _finish(trainer: RunTrainer, recipe: Recipe, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     measured, run = trainer.recorder.measured, recipe.run
     if measured["evaluated"] is None or measured["evaluated"][0] != run.steps:
@@ -345,6 +353,7 @@ def _finish(trainer: RunTrainer, recipe: Recipe, arm: str, seed: int, folder: Pa
         "held_bytes_shared": measured["held"]["shared"],
         "held_bytes_model": measured["held"]["model"],
         "peak_memory": max(measured["peak"], peak_memory()),
+        **_ranges(trainer.guard_callback.guard),
     }
     write_json(folder / runs.RESULT, result)
     for checkpoint in folder.glob("checkpoint-*"):

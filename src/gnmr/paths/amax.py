@@ -54,6 +54,15 @@ class AmaxHistory:
         self.largest = self._history.amax(dim=1)
         self._current.fill_(-1.0)
 
+    @property
+    def stale(self) -> Tensor:
+        """(n,) float32: the amax of this step over the one that its scale comes from; NaN without either.
+
+        Above 1 the largest values saturate; far below 1 small values underflow that a fresh scale would keep.
+        """
+        known = (self._current >= 0) & (self.largest > 0)
+        return torch.where(known, self._current / self.largest, torch.nan)
+
     def entries(self, where: slice) -> list[list[float]]:
         """Return the histories as numbers, the oldest step first."""
         return self._history[where].tolist()

@@ -228,6 +228,19 @@ class Simulated(OperatorPaths):
         roles = zip(MEASURED, found.reshape(len(self._seats), len(MEASURED)).T, strict=True)
         return {role: of_units(row, units, len(self.units)) for role, row in roles if role in self.tensors}
 
+    def stale_scales(self) -> NDArray[np.float64]:
+        """Return (N,): how far this step's tensors are from the scales that they were cast with.
+
+        The largest ratio of a tensor's amax to the amax that its delayed scale comes from, over the unit's tensors, on
+        either path, since the last :meth:`end_step`: above 1 something saturates. NaN where nothing was cast, where a
+        history is empty, and under any other scaling.
+        """
+        found = np.full(len(self.units), np.nan)
+        for seat in self._seats:
+            ratios = seat.history.stale[seat.place(ROLES)].tolist()
+            found[seat.unit] = np.fmax.reduce([found[seat.unit], *ratios])
+        return found
+
     def end_step(self, step: int) -> None:
         """Roll the amax histories; the noise of stochastic rounding moves on."""
         self.step = step + 1

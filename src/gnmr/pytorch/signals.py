@@ -63,11 +63,13 @@ class CastError(Signal):
 
     def __init__(self, paths: Paths, every: int = 4) -> None:
         self._paths = paths
+        self.last: dict[str, Floats] = {}
+        """What the paths said at the last reading: (N,) by role."""
         paths.watch_errors(every)
 
     def read(self, reading: Reading) -> Floats:
         """Return e of each unit."""
-        errors = self._paths.errors()
+        self.last = errors = self._paths.errors()
         return np.sqrt(np.sum([errors[role] ** 2 for role in WEIGHT_GRADIENT if role in errors], axis=0))
 
 

@@ -553,6 +553,25 @@ def test_counters_are_of_the_low_path_and_of_each_cast_once():
     assert paths.counters()[2, 0] == total
 
 
+@pytest.mark.parametrize("recover", [False, True])
+def test_how_stale_the_scales_are(recover):
+    module = nn.Linear(4, 2, bias=False)
+    paths = gnmr.Simulated("int8", "exact", scaling="delayed", tensors=("x", "dy"))
+    one(paths, module)
+    paths.switch(0, recover)
+    module(torch.ones(3, 4)).sum().backward()
+    assert np.isnan(paths.stale_scales()).all()  # no history yet
+    paths.end_step(1)
+    assert np.isnan(paths.stale_scales()).all()  # nothing was cast yet
+
+    module(4 * torch.ones(3, 4)).sum().backward()
+    assert paths.stale_scales().tolist() == [4.0]
+    paths.end_step(2)
+    module(torch.ones(3, 4)).sum().backward()
+
+    assert paths.stale_scales().tolist() == [1.0]  # of dL/dy; x is at a quarter of its scale
+
+
 def test_a_subclass_injects_faults_through_cast():
     class Faulty(gnmr.Simulated):
         def cast(self, value, at):
