@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from gnmr import RunError
 from gnmr.cli.main import app
 from gnmr.lab.audit import SCORES, audit_run, rank
+from gnmr.lab.metrics import measure_run
 from gnmr.lab.recipe import load_recipe
 from gnmr.lab.train import train_arm
 from gnmr.trace import read_trace
@@ -61,6 +62,9 @@ def test_the_casts_say_how_they_fare(audited):
     assert during["dy"][unit] > 10 > 1 > before["dy"][unit], "sixteen times too large"
     assert 0 < max(during["stale_scale"]) < 100
     assert max(during["underflowed"]) > 0
+    measured = measure_run(folder)
+    assert 0 < measured["underflowed"] < 1
+    assert 0 <= measured["saturated"] < 0.1
 
 
 def test_an_audited_run_is_the_run(audited, tmp_path):

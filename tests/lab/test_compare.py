@@ -46,8 +46,7 @@ def test_the_table_has_every_arm_and_is_written_three_times(finished):
     assert metrics["high"]["promotion_ratio"]["mean"] == 1.0
     assert metrics["gnmr"]["promotion_ratio"] == metrics["random"]["promotion_ratio"]
     assert metrics["gnmr"]["held_bytes_units"]["mean"] < metrics["high"]["held_bytes_units"]["mean"]
-    assert metrics["high"]["underflowed"]["mean"] is None, "nothing was cast on the low-cost path"
-    assert 0 < metrics["gnmr"]["underflowed"]["mean"] < 1
+    assert metrics["gnmr"]["underflowed"]["mean"] is None, "saved activations count no casts"
     lines = list(csv.DictReader((folder / "comparison.csv").read_text().splitlines()))
     assert [(line["arm"], line["seed"]) for line in lines] == [("high", "0"), ("gnmr", "0"), ("random", "0")]
     assert float(lines[1]["perplexity"]) == metrics["gnmr"]["perplexity"]["mean"]
