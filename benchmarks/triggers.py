@@ -58,7 +58,7 @@ class Meter:
         self.seconds, self._depth = 0.0, 0
         self.wrap(ErrorMeter, "add", "read")
         self.wrap(product, "sampled")
-        self.wrap(saved_activations.SavedActivations, "_measure", "errors")
+        self.wrap(saved_activations.SavedActivations, "measure", "errors")
         self.wrap(product._Books, "_measure")
         self.wrap(gnmr.Simulated, "meter", "errors")
         self.wrap(CastError, "read")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gnmr import Guard, GuardError, PathError, Policy, SavedActivations, Simulated, find_units
+from gnmr import GnmrWarning, Guard, GuardError, PathError, Policy, SavedActivations, Simulated, find_units
 from gnmr.pytorch.gaps import MeasuredGap, measure_gaps
 from gnmr.pytorch.signals import CastError, Jacobian, MicroBatchNoise
 from gnmr.triggers import AlwaysTop, Gap
@@ -142,6 +142,35 @@ def test_the_errors_of_saved_activations(fmt):
     for unit in guard.units:
         x = inputs[unit.name]
         assert found[unit.index] == pytest.approx(relative(fake_quantize(x, fmt), x), rel=1e-3)
+
+
+class Told(ToyPaths):
+    """Says that it measures, and tells what a test gives it."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def watch_errors(self, every):
+        pass
+
+    def errors(self):
+        return {role: np.full(len(self.units), value) for role, value in self.found.items()}
+
+
+def test_a_trigger_that_hears_of_no_error_says_so():
+    model = Toy()
+    guard = Guard(model, Told({"x": np.nan}), POLICY, trigger=Gap, signal=lambda guard: CastError(guard.paths, every=1))
+    backward(model, batch())
+    guard.step()
+    backward(model, batch())
+    with pytest.warns(GnmrWarning, match="no error of any cast has been measured in the last steps.*Told"):
+        guard.step()
+    backward(model, batch())
+    guard.step()  # once is enough
+
+    with pytest.raises(PathError, match="needs the errors of the casts of x, dy, dw, and Told measures w"):
+        CastError(Told({"w": 0.1})).read(None)
 
 
 def test_paths_that_measure_nothing_are_refused():

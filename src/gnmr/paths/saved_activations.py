@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -134,7 +135,7 @@ class SavedActivations(OperatorPaths):
         """Return the operator's switched forward."""
         group = _group_name(operator.fqn)
         share = next((slot.share for slot in self._slots if slot.share.name == group), None)
-        slot = _Slot(operator, route, share or _Share(group), first=share is None)
+        slot = _Slot(self, operator, route, share or _Share(group), first=share is None)
         self._slots.append(slot)
         self._slot_of[operator] = slot
         slot.share.follow(self._slots)
@@ -216,7 +217,7 @@ class SavedActivations(OperatorPaths):
         return packed_bytes((rows, width), itemsize, fmt, self.scaling, self.group_size)
 
     def watch_errors(self, every: int) -> None:
-        """Measure the error of the stored inputs from now on, every few steps on both paths; not in compiled graphs."""
+        """Measure the error of the stored inputs from now on, every few steps on both paths."""
         if every < 1:
             raise ValueError(f"every must be >= 1 step, got {every!r}")
         self._watch = every
@@ -230,7 +231,8 @@ class SavedActivations(OperatorPaths):
         units = np.array([slot.route.unit for slot in self._slots])
         return {"x": of_units(self._meter.read()[places], units, len(self.units))}
 
-    def _measure(self, slot: "_Slot", x: Tensor) -> None:
+    def measure(self, slot: "_Slot", x: Tensor) -> None:
+        """Book the error that the low-cost format makes of a sample of an input, if it is time."""
         if self._watch and not self._apart and int(self._step) % self._watch == 0:
             rows = sampled(x.detach())
             low = pack(rows, self.formats[LOW], self.scaling, self.group_size)
@@ -309,7 +311,7 @@ class SavedActivations(OperatorPaths):
                 generator = _generator(self.seed, int(self._step), int(slot.share.key), x.device)
             packed = pack(x.detach().to(dtype), fmt, self.scaling, self.group_size, generator)
             entry.packed[fmt, dtype] = packed
-            self._measure(slot, x)
+            self.measure(slot, x)
         width = x.shape[-1]
         # An input that this operator itself packed before (a second call on it) stays its own.
         shared = shared and entry.owner is not slot
@@ -327,6 +329,8 @@ class SavedActivations(OperatorPaths):
         weight, bias = slot.weight, slot.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return slot.operator.plain(x)
+        if self._watch and slot.first:
+            _measure_input(slot.counts, slot.handle, x.detach())
         seed = self.seed if self.rounding == "stochastic" else None
         held = _pack_input(
             x.detach().to(dtype), slot.share.wanted, self._step, slot.share.key, *self.formats,
@@ -363,12 +367,20 @@ class _Share:
 class _Slot:
     """One operator's place: its switch as a tensor, and the shape that it saw last."""
 
-    def __init__(self, operator: Operator, route: _Route, share: _Share, *, first: bool) -> None:
+    def __init__(
+        self, paths: SavedActivations, operator: Operator, route: _Route, share: _Share, *, first: bool
+    ) -> None:
+        self.paths = paths
         self.operator = operator
         self.module: nn.Module = operator.module
         self.transposed = operator.transposed
         self.route = route
         self.share = share
+        self.first = first
+        """Whether it is charged for the input that its share reads."""
+        number = next(_numbers)
+        _slots[number] = self
+        self.handle = torch.tensor(number)
         # Tensors, so that one compiled graph serves every plan and every layer.
         self.flag = torch.zeros((), dtype=torch.int64)
         # Compiled forwards on either path; rows, width, bytes of an element, whether another unit is charged.
@@ -385,6 +397,11 @@ class _Slot:
     @property
     def bias(self) -> Tensor | None:
         return self.module.bias  # type: ignore[return-value]
+
+
+_numbers = count()
+_slots: "weakref.WeakValueDictionary[int, _Slot]" = weakref.WeakValueDictionary()
+"""Slots by number, which a compiled graph can hold."""
 
 
 @dataclass(frozen=True)
@@ -601,6 +618,19 @@ def _saw(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int) -> 
 
 @_saw.register_fake
 def _(counts: Tensor, flag: Tensor, rows: int, width: int, itemsize: int) -> None:
+    return None
+
+
+@torch.library.custom_op("gnmr::measure_input", mutates_args={"counts"})
+def _measure_input(counts: Tensor, handle: Tensor, x: Tensor) -> None:
+    # It changes nothing in the counts, but an operator that changes nothing is left out of a graph.
+    slot = _slots.get(int(handle))
+    if slot is not None:  # the guard may be gone, and its graph run once more
+        slot.paths.measure(slot, x)
+
+
+@_measure_input.register_fake
+def _(counts: Tensor, handle: Tensor, x: Tensor) -> None:
     return None
 
 

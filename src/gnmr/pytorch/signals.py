@@ -10,6 +10,7 @@ signal        what                                            cost
 ============  ==============================================  =================================================
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,12 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gnmr.errors import GuardError
+from gnmr.errors import GnmrWarning, GuardError, PathError
 from gnmr.paths.base import Paths
 from gnmr.pytorch.monitor import Reading
 from gnmr.pytorch.units import Unit
 
 Floats = NDArray[np.float64]
+
+_NO_ERROR = (
+    "no error of any cast has been measured in the last steps, so the trigger promotes nothing: {} casts nothing on "
+    "its low-cost path, or does not measure it there"
+)
 
 WEIGHT_GRADIENT = ("x", "dy", "dw")
 """The casts that a unit's own weight gradient is made of."""
@@ -59,10 +65,13 @@ class CastError(Signal):
 
     Raises:
         gnmr.PathError: the backend measures none.
+
+    Warns:
+        gnmr.GnmrWarning: it says that it does, and has told no error in ``2 * every`` steps.
     """
 
     def __init__(self, paths: Paths, every: int = 4) -> None:
-        self._paths = paths
+        self._paths, self._left = paths, 2 * every
         self.last: dict[str, Floats] = {}
         """What the paths said at the last reading: (N,) by role."""
         paths.watch_errors(every)
@@ -70,7 +79,17 @@ class CastError(Signal):
     def read(self, reading: Reading) -> Floats:
         """Return e of each unit."""
         self.last = errors = self._paths.errors()
-        return np.sqrt(np.sum([errors[role] ** 2 for role in WEIGHT_GRADIENT if role in errors], axis=0))
+        parts = [errors[role] ** 2 for role in WEIGHT_GRADIENT if role in errors]
+        if not parts:
+            raise PathError(
+                f"the trigger needs the errors of the casts of {', '.join(WEIGHT_GRADIENT)}, and "
+                f"{type(self._paths).__name__} measures {', '.join(errors) or 'none'}"
+            )
+        error = np.sqrt(np.sum(parts, axis=0))
+        self._left = 0 if self._left == 0 or not np.isnan(error).all() else self._left - 1
+        if self._left == 1:
+            warnings.warn(_NO_ERROR.format(type(self._paths).__name__), GnmrWarning, stacklevel=2)
+        return np.asarray(error)
 
 
 class MicroBatchNoise(Signal):

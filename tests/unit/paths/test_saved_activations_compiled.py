@@ -79,6 +79,31 @@ def saved_bytes(forward, *, dtypes=None):
     return sum(seen.values())
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_layers_measure_the_errors_of_eager_ones(backend):
+    torch.manual_seed(0)
+    model = Model(layers=3)
+    twin = copy.deepcopy(model)
+    paths, eager = attached(model), attached(twin)
+    for each in (paths, eager):
+        each.watch_errors(2)
+        each.switch(0, True)
+    counter = CompileCounterWithBackend(backend)
+    for layer in model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    for step in range(3):
+        x = torch.randn(2, 8, 32, requires_grad=True)
+        gradients(model, x), gradients(twin, x)
+
+        found, expected = paths.errors()["x"], eager.errors()["x"]
+
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.0)
+        assert (found > 0.01).all()
+        paths.end_step(step + 1)
+        eager.end_step(step + 1)
+    assert counter.frame_count == 1  # the layers share it
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_random_plans_over_forty_steps_make_one_graph_and_the_eager_gradients(rounding):
     torch.manual_seed(0)
