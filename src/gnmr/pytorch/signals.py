@@ -86,9 +86,10 @@ class CastError(Signal):
                 f"{type(self._paths).__name__} measures {', '.join(errors) or 'none'}"
             )
         error = np.sqrt(np.sum(parts, axis=0))
-        self._left = 0 if self._left == 0 or not np.isnan(error).all() else self._left - 1
-        if self._left == 1:
+        silent = bool(np.isnan(error).all())
+        if silent and self._left == 1:
             warnings.warn(_NO_ERROR.format(type(self._paths).__name__), GnmrWarning, stacklevel=2)
+        self._left = self._left - 1 if silent and self._left else 0
         return np.asarray(error)
 
 
