@@ -227,10 +227,76 @@ def test_nothing_saturates_under_its_own_scale():
     assert counts[0] == 0
 
 
+def spread(shape, seed=0, dtype=torch.float32):
+    """Numbers of many magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * torch.exp(4 * torch.randn(shape, generator=generator))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCALED)
+def test_mx_blocks_are_those_of_the_specification(name, dtype):
+    """X = 2 ** (floor(log2(max)) - emax) for each 32, P = saturated rounding of V / X (MX 1.0, section 6.3)."""
+    x = spread((16, 96), dtype=dtype)
+    x[0] = 0.0
+    x[1, :32] *= 1e-38
+    blocks = x.double().numpy().reshape(16, 3, 32)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    emax = np.floor(np.log2(FORMATS[name].max))
+    with np.errstate(divide="ignore"):
+        scale = np.exp2(np.maximum(np.floor(np.log2(largest)) - emax, -126))
+    expected = torch.from_numpy(reference(blocks / scale, name) * scale).to(dtype).reshape(16, 96)
+
+    found = fake_quantize(x, name, scaling="mx", group_size=32)
+
+    assert torch.equal(found, expected)
+    scales = scale_of(x, name, "mx", 32).numpy()
+    assert scales.shape == (16, 3)
+    assert np.array_equal(scales, scales.astype(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+
+
+def test_what_an_mx_scale_leaves_beyond_the_range_saturates():
+    counts = torch.zeros(3, dtype=torch.int64)
+    found = fake_quantize(torch.tensor([[7.9, 4.0, 0.1]]), "e2m1", scaling="mx", group_size=32, counts=counts)
+
+    assert found.tolist() == [[6.0, 4.0, 0.0]]
+    assert counts.tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_none_spoils_its_mx_block(bad):
+    x = torch.ones(1, 64)
+    x[0, 3] = bad
+    found = fake_quantize(x, "e4m3", scaling="mx", group_size=32)
+
+    assert found[0, :32].isnan().all()
+    assert (found[0, 32:] == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 7), (2, 3, 9, 4), (1, 1), (0, 4), (6,)])
+def test_tiles_have_a_scale_each(shape):
+    x = spread(shape)
+    found, largest = fake_quantize(x, "e4m3", scaling="tile", group_size=4), absmax(x, "tile", 4)
+
+    assert found.shape == x.shape
+    if len(shape) == 1:
+        assert torch.equal(found, fake_quantize(x, "e4m3", scaling="group", group_size=4))
+        return
+    assert largest.shape == (*shape[:-2], -(-shape[-2] // 4), -(-shape[-1] // 4))
+    for i, j in np.ndindex(largest.shape[-2:]):
+        rows, columns = slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4)
+        tiles = x[..., rows, columns].reshape(-1, *x[..., rows, columns].shape[-2:])
+        for tile, mine, amax in zip(
+            tiles, found[..., rows, columns].reshape(tiles.shape), largest[..., i, j].reshape(-1), strict=True
+        ):
+            assert torch.equal(mine, fake_quantize(tile, "e4m3", scaling="tensor"))
+            assert amax == tile.abs().max()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scaling": "row"}, "unknown scaling 'row': it must be one of token, group, tensor"),
+        ({"scaling": "row"}, "unknown scaling 'row': it must be one of token, group, tile, tensor, mx"),
         ({"scaling": "group", "group_size": 0}, "group_size must be an int >= 1, got 0"),
     ],
 )

@@ -1,11 +1,13 @@
 """The number formats: one table, from which rounding and packing read everything."""
 
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-ScalingName = Literal["token", "group", "tensor"]
-"""What shares a scale: a row of the last dimension, a group within it, or the whole tensor."""
+ScalingName = Literal["token", "group", "tile", "tensor", "mx"]
+"""What shares a scale: a row of the last dimension, a group within it, a square tile of the last two, or the whole
+tensor. ``"mx"`` is a group whose scale is a power of two."""
 
 Kind = Literal["float", "int", "bfloat"]
 
@@ -36,6 +38,11 @@ class Format:
     def smallest(self) -> float:
         """The smallest positive number: the lowest subnormal, or 1 for an integer."""
         return 1.0 if self.kind == "int" else 2.0 ** (self.emin - self.mantissa)
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest power of two in the range."""
+        return math.frexp(self.max)[1] - 1
 
     @property
     def scaled(self) -> bool:

@@ -20,7 +20,7 @@ both ends make the float32 scale from it. ``unpack(pack(x, f))`` is ``fake_quant
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -176,9 +176,9 @@ def packed_bytes(
 
 
 def _check(scaling: str, group_size: int) -> None:
-    if scaling == "tensor":
-        raise ValueError("scaling='tensor' cannot be packed: it must be 'token' or 'group'")
     check_scaling(scaling, group_size)
+    if scaling not in get_args(PackScaling):
+        raise ValueError(f"scaling={scaling!r} cannot be packed: it must be 'token' or 'group'")
 
 
 def _encode(x: Tensor, scale: Tensor, fmt: Format, generator: torch.Generator | None) -> Tensor:

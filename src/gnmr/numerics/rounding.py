@@ -1,9 +1,14 @@
 """Rounding to a number format, with the scale that brings a tensor into its range.
 
 A tensor is quantised as ``Q(x) = round(x / s) * s`` with one scale ``s`` for each row of the last dimension
-(``"token"``), for each group within it (``"group"``) or for the whole tensor (``"tensor"``), so that the largest
-magnitude meets the largest number of the format (paper, setting B). Arithmetic is float32 whatever the input;
+(``"token"``), for each group within it (``"group"``), for each square tile of the last two dimensions (``"tile"``, as
+DeepSeek-V3 has it for weights, arXiv 2412.19437, section 3.3.2) or for the whole tensor (``"tensor"``), so that the
+largest magnitude meets the largest number of the format (paper, setting B). Arithmetic is float32 whatever the input;
 results have the input's dtype.
+
+``"mx"`` are the groups of the OCP microscaling formats (MX specification 1.0, section 6.3). Their scale is a power of
+two (E8M0): that of the largest magnitude over that of the format's largest, so that the upper end of the largest
+magnitude's binade may saturate.
 
 What the hardware casts hide stays visible here: an Inf or a NaN comes out as NaN (with a scale taken from the
 data, with all that shares the scale), never as the largest finite number.
@@ -48,12 +53,12 @@ def absmax(x: Tensor, scaling: ScalingName = "token", group_size: int = 128) -> 
 
     Args:
         x: (..., n).
-        scaling: ``"token"``, ``"group"`` or ``"tensor"``.
-        group_size: elements in a group; the last group of a row may be shorter.
+        scaling: what shares a scale, a name of :data:`gnmr.numerics.formats.ScalingName`.
+        group_size: elements in a group, or in a row and in a column of a tile; the last ones may be smaller.
 
     Returns:
-        (..., 1), (..., ceil(n / group_size)) or (), in the dtype of ``x``. NaN and Inf propagate; nothing at
-        all gives 0.
+        (..., 1), (..., ceil(n / group_size)), (..., ceil(m / group_size), ceil(n / group_size)) for tiles of (..., m,
+        n), or (), in the dtype of ``x``. NaN and Inf propagate; nothing at all gives 0.
 
     Raises:
         ValueError: unknown scaling, or a group size below 1.
@@ -63,9 +68,10 @@ def absmax(x: Tensor, scaling: ScalingName = "token", group_size: int = 128) -> 
         tensor([[2., 3.]])
     """
     check_scaling(scaling, group_size)
-    if scaling == "group":
-        return _absmax_rows(_grouped(x, group_size)).squeeze(-1)
-    return _absmax_rows(x) if scaling == "token" else _absmax_all(x)
+    if scaling == "tensor":
+        return _absmax_all(x)
+    parts = _absmax_rows(_split(x, scaling, group_size))
+    return parts if scaling == "token" else parts.squeeze(-1)
 
 
 def scale_of(x: Tensor, fmt: str | Format, scaling: ScalingName = "token", group_size: int = 128) -> Tensor:
@@ -85,15 +91,19 @@ def scale_of(x: Tensor, fmt: str | Format, scaling: ScalingName = "token", group
         tensor([[1.],
                 [2.]])
     """
-    return scale_from(absmax(x, scaling, group_size), fmt)
+    return scale_from(absmax(x, scaling, group_size), fmt, power_of_two=scaling == "mx")
 
 
-def scale_from(amax: Tensor, fmt: str | Format) -> Tensor:
-    """Return the float32 scale of a largest magnitude: see :func:`scale_of`."""
+def scale_from(amax: Tensor, fmt: str | Format, *, power_of_two: bool = False) -> Tensor:
+    """Return the float32 scale of a largest magnitude: see :func:`scale_of`; a power of two for ``"mx"``."""
     fmt = get_format(fmt)
     if not fmt.scaled:
         return torch.ones_like(amax, dtype=torch.float32)
     amax = amax.float()
+    if power_of_two:
+        # Its exponent bits alone; those of NaN and Inf are Inf, which spoils what shares the scale.
+        power = (amax.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+        return (power * 2.0**-fmt.emax).clamp_(min=_TINY).masked_fill_(amax == 0, 1.0)
     return (amax / fmt.max).clamp_(min=_TINY).masked_fill_(amax == 0, 1.0)
 
 
@@ -117,7 +127,7 @@ def fake_quantize(
         scale: a float32 scale that broadcasts to ``x``, in place of the one from the data.
         generator: round stochastically with it.
         counts: (3,) int64, to which saturated, underflowed (a number that became zero) and all elements are
-            added in place. With a scale from the data nothing can saturate.
+            added in place. With a scale from the data nothing can saturate, but under ``"mx"``.
 
     Returns:
         The dtype and shape of ``x``.
@@ -145,19 +155,20 @@ def fake_quantize(
             _count(counts, x, out, None, fmt)
         return out
     values = x.float()
-    grouped = scale is None and scaling == "group"
-    if grouped:
-        values = _grouped(values, group_size)
-    given = scale is not None
+    saturates = scale is not None or scaling == "mx"
+    split = scale is None and scaling != "tensor"
+    if split:
+        values = _split(values, scaling, group_size)
     if scale is None:
-        scale = scale_from(_absmax_all(values) if scaling == "tensor" else _absmax_rows(values), fmt)
+        largest = _absmax_rows(values) if split else _absmax_all(values)
+        scale = scale_from(largest, fmt, power_of_two=scaling == "mx")
     rounded = _round(values / scale, fmt, generator)
     if counts is not None:
-        # Before the clamp, which then works in place: a scale from the data leaves nothing beyond the range.
-        beyond = _beyond(rounded, fmt.max) if given else None
+        # Before the clamp, which then works in place: another scale from the data leaves nothing beyond the range.
+        beyond = _beyond(rounded, fmt.max) if saturates else None
     out = _clamp(rounded, fmt).mul_(scale)
-    if grouped:
-        out = out.flatten(-2)[..., : x.shape[-1]]
+    if split:
+        out = _join(out, x, scaling, group_size)
     if counts is not None:
         _count(counts, x, out, beyond, fmt)
     return out.to(x.dtype)
@@ -224,6 +235,30 @@ def _absmax_all(x: Tensor) -> Tensor:
         return x.new_zeros(())
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high)
+
+
+def _split(x: Tensor, scaling: ScalingName, group_size: int) -> Tensor:
+    """Bring what shares a scale into the last dimension, zeros at the end where a group or tile is short."""
+    if scaling == "token" or x.ndim == 0:
+        return x
+    if scaling != "tile" or x.ndim == 1:
+        return _grouped(x, group_size)
+    short = [-size % group_size for size in x.shape[-2:]]
+    padded = torch.nn.functional.pad(x, (0, short[1], 0, short[0])) if any(short) else x
+    rows, columns = (size // group_size for size in padded.shape[-2:])
+    tiles = padded.reshape(*x.shape[:-2], rows, group_size, columns, group_size)
+    return tiles.transpose(-3, -2).flatten(-2)
+
+
+def _join(parts: Tensor, x: Tensor, scaling: ScalingName, group_size: int) -> Tensor:
+    """Undo :func:`_split` of x."""
+    if scaling == "token" or x.ndim == 0:
+        return parts
+    if scaling != "tile" or x.ndim == 1:
+        return parts.flatten(-2)[..., : x.shape[-1]]
+    rows, columns = (parts.shape[i] * group_size for i in (-3, -2))
+    tiles = parts.unflatten(-1, (group_size, group_size)).transpose(-3, -2)
+    return tiles.reshape(*x.shape[:-2], rows, columns)[..., : x.shape[-2], : x.shape[-1]]
 
 
 def _grouped(x: Tensor, group_size: int) -> Tensor:

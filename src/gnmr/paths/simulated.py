@@ -53,10 +53,12 @@ class Simulated(OperatorPaths):
         low: format of the low-cost path: a number format (``e2m1 e2m3 e3m2 e4m3 e5m2 int2 int4 int6 int8
             bf16``), ``"hybrid-fp8"`` (E4M3 forward, E5M2 backward), or ``"exact"`` (or None): no cast.
         high: format of the recovery path.
-        scaling: what shares a scale: ``"token"`` (a row of the last dimension), ``"group"`` (of a row),
-            ``"tensor"``, or ``"delayed"``: one for the tensor, from the largest amax of the last steps. Both
-            paths feed the amax histories, so that a unit comes back to a fresh scale.
-        group_size: elements in a group.
+        scaling: what shares a scale: ``"token"`` (a row of the last dimension), ``"group"`` (of a row), ``"block"``
+            (as DeepSeek-V3: groups of a row, and square tiles of a weight), ``"mx"`` (MX: groups of 32 under a power of
+            two), ``"tensor"``, or ``"delayed"``: one for the tensor, from the largest amax of the last steps. Both
+            paths feed the amax histories, so that a unit comes back to a fresh scale. Groups are those of a tensor as
+            it is stored: hardware that needs them along the dimension of a product casts some operands twice.
+        group_size: elements in a group; None is 128, and 32 under ``"mx"``, which has no other.
         tensors: the roles that are cast.
         amax_history: steps that delayed scaling remembers. With no history yet, or one of zeros, a tensor's
             own amax is used.
@@ -90,8 +92,8 @@ class Simulated(OperatorPaths):
         low: str | None = "e3m2",
         high: str | None = "hybrid-fp8",
         *,
-        scaling: Literal["token", "group", "tensor", "delayed"] = "token",
-        group_size: int = 128,
+        scaling: Literal["token", "group", "block", "mx", "tensor", "delayed"] = "token",
+        group_size: int | None = None,
         tensors: Sequence[Role] = ROLES,
         amax_history: int = 16,
         rounding: Literal["nearest", "stochastic"] = "nearest",
@@ -100,13 +102,13 @@ class Simulated(OperatorPaths):
         super().__init__()
         self._names = (low or "exact", high or "exact")
         self.formats = tuple(_formats(name) for name in self._names)
+        if scaling not in _SCALINGS:
+            raise ValueError(f"scaling must be one of {', '.join(_SCALINGS)}, got {scaling!r}")
         self.scaling = scaling
-        self._own_scaling: ScalingName = "tensor" if scaling == "delayed" else scaling
-        try:
-            check_scaling(self._own_scaling, group_size)
-        except ValueError as error:
-            raise ValueError(f"{error} (or 'delayed')" if "scaling" in str(error) else error) from None
-        self.group_size = group_size
+        self.group_size = (_MX_GROUP if scaling == "mx" else 128) if group_size is None else group_size
+        check_scaling("group", self.group_size)
+        if scaling == "mx" and self.group_size != _MX_GROUP:
+            raise ValueError(f"group_size must be {_MX_GROUP} under scaling='mx', got {group_size!r}: leave it out")
         self.tensors = _roles(tensors)
         if not isinstance(amax_history, int) or amax_history < 1:
             raise ValueError(f"amax_history must be an int >= 1, got {amax_history!r}")
@@ -147,7 +149,7 @@ class Simulated(OperatorPaths):
         return fake_quantize(
             value,
             at.format,
-            scaling=self._own_scaling,
+            scaling=_SCALINGS[self.scaling][at.role == "w"],
             group_size=self.group_size,
             scale=at.scale,
             generator=self._generator(at, value.device),
@@ -357,6 +359,19 @@ def _forward(paths: Simulated, operator: Operator, eager: "partial[Tensor]", x: 
     if not torch.compiler.is_compiling():
         return eager(x)
     return paths.planned(operator, x) if operator.module.training else operator.plain(x)
+
+
+_SCALINGS: dict[str, tuple[ScalingName, ScalingName]] = {
+    "token": ("token", "token"),
+    "group": ("group", "group"),
+    "block": ("group", "tile"),
+    "mx": ("mx", "mx"),
+    "tensor": ("tensor", "tensor"),
+    "delayed": ("tensor", "tensor"),
+}
+"""What shares a scale in activations and gradients, and in weights."""
+
+_MX_GROUP = 32
 
 
 def _formats(name: str) -> tuple[Format, Format] | None:

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import gnmr
-from gnmr.numerics import FORMATS
+from gnmr.numerics import FORMATS, fake_quantize
 from gnmr.paths.base import HIGH, LOW
 from gnmr.paths.product import ROLES
 
@@ -646,6 +646,28 @@ def test_one_graph_serves_all_layers_and_all_plans():
 
 
 @pytest.mark.parametrize(
+    ("scaling", "group_size", "of_weights", "of_others"),
+    [
+        ("block", 4, {"scaling": "tile", "group_size": 4}, {"scaling": "group", "group_size": 4}),
+        ("mx", None, {"scaling": "mx", "group_size": 32}, {"scaling": "mx", "group_size": 32}),
+    ],
+)
+def test_blocks_of_weights_and_of_everything_else(scaling, group_size, of_weights, of_others):
+    module = nn.Linear(64, 48, bias=False)
+    paths = gnmr.Simulated("e4m3", "exact", scaling=scaling, group_size=group_size, tensors=("w", "x", "dy"))
+    one(paths, module)
+    x, dy = torch.randn(6, 64) * torch.exp(torch.randn(64)), torch.randn(6, 48)
+    y, dx, dw, _ = grads(paths, module, x, dy)
+
+    w_cast = fake_quantize(module.weight.detach(), "e4m3", **of_weights)
+    x_cast, dy_cast = fake_quantize(x, "e4m3", **of_others), fake_quantize(dy, "e4m3", **of_others)
+    torch.testing.assert_close(y, x_cast @ w_cast.t())
+    torch.testing.assert_close(dx, dy_cast @ w_cast)
+    torch.testing.assert_close(dw, dy_cast.t() @ x_cast)
+    assert paths.describe()["group_size"] == of_weights["group_size"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
@@ -653,7 +675,8 @@ def test_one_graph_serves_all_layers_and_all_plans():
             "unknown number format 'e4m4'; did you mean 'e4m3'.*bf16, hybrid-fp8, exact",
         ),
         ({"high": "fp8"}, "unknown number format 'fp8'"),
-        ({"scaling": "row"}, r"unknown scaling 'row': .*token, group, tensor \(or 'delayed'\)"),
+        ({"scaling": "row"}, "scaling must be one of token, group, block, mx, tensor, delayed, got 'row'"),
+        ({"scaling": "mx", "group_size": 64}, "group_size must be 32 under scaling='mx', got 64: leave it out"),
         ({"group_size": 0}, "group_size must be an int >= 1, got 0"),
         ({"amax_history": 0}, "amax_history must be an int >= 1, got 0"),
         ({"tensors": ("w", "g")}, r"roles among w, x, y, dy, dw, dx, got \('w', 'g'\)"),
