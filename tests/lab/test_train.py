@@ -113,8 +113,12 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(whole, tmp_path):
     folder = tmp_path / "gnmr-s0"
     file = tmp_path / "recipe.toml"
     file.write_text(recipe.to_toml())
-    command = [sys.executable, "-m", "gnmr.lab.worker", str(file), "gnmr", "0", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    folder.mkdir()
+    script = (
+        "from pathlib import Path; from gnmr.lab.worker import run_arm; "
+        f"run_arm(Path({str(file)!r}), 'gnmr', 0, Path({str(folder)!r}), {{}})"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
         while runs.last_step(folder / "metrics.jsonl") < 6 and process.poll() is None:
             time.sleep(0.01)
         process.kill()

@@ -1,20 +1,21 @@
 """All arms of a recipe over its seeds: each run in a process of its own, several at a time, resumable."""
 
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from gnmr._io import write_text
 from gnmr.errors import RunError
-from gnmr.lab import runs
+from gnmr.lab import runs, worker
 from gnmr.lab.arms import parse_arm
 from gnmr.lab.metrics import COLUMNS, SPIKE_NOTE, aggregate, measure_run
 from gnmr.lab.paired import paired_differences
@@ -37,7 +38,7 @@ class _Job:
     seed: int
     folder: Path
     after: "_Job | None" = None
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: BaseProcess | None = field(default=None, repr=False)
     code: int | None = None
 
     @property
@@ -73,6 +74,8 @@ def compare_arms(
         gnmr.RunError: a run failed (the message has the end of its log; the others were finished), or the folder is in
             use or holds runs of another recipe.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the runs saved where they were, and the same command goes on.
+
+    A script that calls this does so under ``if __name__ == "__main__"``, as :mod:`multiprocessing` asks for.
     """
     jobs = jobs or max(1, (os.cpu_count() or 1) // recipe.run.threads)
     with runs.claimed(folder), runs.kept_on_failure(folder):
@@ -141,15 +144,16 @@ def _check_earlier(plan: Sequence[_Job], recipe: Recipe) -> None:
 def _run_all(pending: list[_Job], recipe: Recipe, recipe_file: Path, jobs: int, progress: Progress) -> None:
     waiting, running, failed = list(pending), list[_Job](), list[_Job]()
     total = len(pending) * recipe.run.steps
+    server = _server(recipe) if pending else None
     try:
         while waiting or running:
             for job in [job for job in waiting if _may_start(job, pending)][: jobs - len(running)]:
                 waiting.remove(job)
-                job.process = _start(job, recipe, recipe_file)
+                job.process = _start(job, recipe, recipe_file, server)
                 running.append(job)
             for job in list(running):
                 assert job.process is not None  # noqa: S101 (it runs)
-                job.code = job.process.poll()
+                job.code = job.process.exitcode
                 if job.code is not None:
                     running.remove(job)
                     failed.extend([job] if job.code else [])
@@ -166,40 +170,52 @@ def _may_start(job: _Job, pending: Sequence[_Job]) -> bool:
     return job.after is None or job.after not in pending or job.after.code == 0
 
 
-def _start(job: _Job, recipe: Recipe, recipe_file: Path) -> subprocess.Popen[bytes]:
+def _start(job: _Job, recipe: Recipe, recipe_file: Path, server: Any) -> BaseProcess:
     job.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "gnmr.lab.worker", str(recipe_file), job.arm, str(job.seed), str(job.folder)]
+    (job.folder / runs.LOG).touch()
+    given = (recipe_file, job.arm, job.seed, job.folder, {**os.environ, **_environment(recipe)})
+    process: BaseProcess = server.Process(target=worker.run_arm, args=given, name=job.name)
+    process.start()
+    return process
+
+
+def _server(recipe: Recipe) -> Any:
+    """Return what starts the runs: forks of one process that has imported what they need, where there are forks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(worker.PRELOAD))
+    before = dict(os.environ)
+    os.environ.update(_environment(recipe))
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def _environment(recipe: Recipe) -> dict[str, str]:
     threads = str(recipe.run.threads)
-    environment = {
-        **os.environ,
+    return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         # Two OpenMP programs that spin on the same cores slow each other by an order of magnitude.
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
+        # Whether there is a GPU is asked without opening it, which a process that is forked must not have done.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    with (job.folder / runs.LOG).open("ab") as log:
-        return subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # the terminal's Ctrl-C is for us, who then ask the runs to save
-        )
 
 
 def _stop(running: Sequence[_Job]) -> None:
     """Ask the runs to save where they are, and wait for them."""
     processes = [job.process for job in running if job.process is not None]
     for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        process.terminate()
     for process in processes:
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        process.join(STOP_SECONDS)
+        if process.is_alive():
             process.kill()
 
 
