@@ -13,7 +13,9 @@ SOURCE = Path(gnmr.__file__).parent
 EDGES = {"gnmr.integrations", "gnmr.lab", "gnmr.report", "gnmr.cli"}
 TORCH = {"torch", "gnmr.pytorch", "gnmr.paths", "gnmr.numerics", "gnmr.integrations", "gnmr.lab"}
 FORBIDDEN = {
-    **dict.fromkeys(["_io", "controller", "errors", "memory", "policy", "replay", "trace", "triggers"], TORCH | EDGES),
+    **dict.fromkeys(
+        ["_io", "_machine", "controller", "errors", "memory", "policy", "replay", "trace", "triggers"], TORCH | EDGES
+    ),
     "paths": EDGES,
     "numerics": EDGES | {"gnmr.pytorch", "gnmr.paths"},
     "pytorch": EDGES,
@@ -33,7 +35,7 @@ PUBLIC_TO_LAB = {
         "gnmr.integrations",
     ),
     *("gnmr.paths.base", "gnmr.pytorch.units", "gnmr.pytorch.measure", "gnmr.pytorch.gaps", "gnmr.pytorch.signals"),
-    *("gnmr.lab", "gnmr.report", "gnmr._io"),
+    *("gnmr.lab", "gnmr.report", "gnmr._io", "gnmr._machine"),
 }
 NAMES = {
     *("Controller", "Decision", "Ema", "Policy", "State", "Window", "controller"),

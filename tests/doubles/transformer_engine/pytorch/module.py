@@ -32,7 +32,8 @@ class Product(torch.autograd.Function):
 
 
 def cast(tensor, quantized):
-    return tensor.to(torch.float8_e4m3fn).to(tensor.dtype) if quantized else tensor
+    scale = 448 / torch.linalg.vector_norm(tensor, torch.inf).clamp_min(1e-30) if tensor.numel() else 1.0
+    return (tensor * scale).to(torch.float8_e4m3fn).to(tensor.dtype) / scale if quantized else tensor
 
 
 class TransformerEngineBaseModule(nn.Module):
