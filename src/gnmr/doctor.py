@@ -70,15 +70,19 @@ class Examination:
         Raises:
             ValueError: none is called so.
         """
-        known = {finding.name.lower(): finding for finding in (*self.packages, *self.paths)}
+        known = {_key(finding.name): finding for finding in (*self.packages, *self.paths)}
         for name in asked:
-            if name.lower() not in known:
-                close = difflib.get_close_matches(name.lower(), known, n=1)
+            if _key(name) not in known:
+                close = difflib.get_close_matches(_key(name), known, n=1)
                 hint = f"; did you mean {known[close[0]].name!r}?" if close else ""
                 raise ValueError(f"{name!r} is no package or path that gnmr knows{hint}")
-        wanted = [known[name.lower()] for name in asked]
+        wanted = [known[_key(name)] for name in asked]
         found = [finding for finding in known.values() if finding.status == "broken"]
         return tuple(dict.fromkeys([*found, *(each for each in wanted if each.status != "ok")]))
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def examine() -> Examination:
@@ -91,7 +95,12 @@ WORKS_WITH = ("peft", "lightning", "torchao", "lm-eval", "transformer-engine")
 
 
 def packages() -> tuple[Finding, ...]:
-    """Compare what is installed with the ranges in gnmr's metadata, which are those that its tests passed with."""
+    """Compare what is installed with the ranges in gnmr's metadata, which are those that its tests passed with.
+
+    Examples:
+        >>> next(each for each in packages() if each.name == "numpy").status
+        'ok'
+    """
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -99,7 +108,7 @@ def packages() -> tuple[Finding, ...]:
     for line in requires("gnmr") or ():
         requirement = Requirement(line)
         if requirement.name != "gnmr":
-            ranges[requirement.name] = requirement.specifier
+            ranges[_key(requirement.name)] = requirement.specifier
     return tuple(_package(name, allowed) for name, allowed in sorted(ranges.items()))
 
 

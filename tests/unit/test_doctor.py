@@ -160,12 +160,15 @@ def test_versions_are_held_against_the_package_s_own_ranges(monkeypatch, version
         return version
 
     monkeypatch.setattr(doctor, "version", installed)
-    monkeypatch.setattr(doctor, "requires", lambda name: ["torch<2.15,>=2.13; extra == 'torch'", "gnmr[torch]"])
+    monkeypatch.setattr(
+        doctor, "requires", lambda name: ["torch<2.15,>=2.13; extra == 'torch'", "gnmr[torch]", "lm_eval>=99"]
+    )
     found = by_name(doctor.packages())
 
     assert (found["torch"].status, found["torch"].detail) == (status, detail)
     assert found["peft"].detail == "not installed; no range was tested"
-    assert "gnmr" not in found
+    assert found["lm-eval"].detail == "not installed; tested with >=99"
+    assert not {"gnmr", "lm_eval"} & set(found)
 
 
 def test_the_ranges_are_those_of_the_metadata():

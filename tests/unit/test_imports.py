@@ -21,6 +21,7 @@ FORBIDDEN = {
     "pytorch": EDGES,
     "integrations": {"gnmr.lab", "gnmr.report", "gnmr.cli"},
     "lab": {"gnmr.cli"},
+    "doctor": EDGES,
 }
 # What a user is told to import, beside the names at the top: the protocol of a backend and its units, measuring.
 PUBLIC_TO_LAB = {
