@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gnmr.paths.custom import CustomPaths as CustomPaths
     from gnmr.paths.saved_activations import SavedActivations as SavedActivations
     from gnmr.paths.simulated import Simulated as Simulated
+    from gnmr.paths.transformer_engine import TransformerEngine as TransformerEngine
     from gnmr.pytorch.guard import Guard as Guard
     from gnmr.pytorch.units import find_units as find_units
 
@@ -41,6 +42,7 @@ _LAZY = {
     "Paths": "gnmr.paths.base",
     "SavedActivations": "gnmr.paths.saved_activations",
     "Simulated": "gnmr.paths.simulated",
+    "TransformerEngine": "gnmr.paths.transformer_engine",
     "find_units": "gnmr.pytorch.units",
 }
 
