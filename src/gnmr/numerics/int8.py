@@ -1,7 +1,7 @@
 """INT8 as it is computed with: codes with a scale for each row, and the exact integer product of two of them.
 
-The codes are those of ``fake_quantize(x, "int8")``: ``round(x / s)``, ties to even, where ``s`` is the row's absmax over
-127. A row with a NaN or an Inf has the scale NaN, so that everything made of it is NaN.
+The codes are those of ``fake_quantize(x, "int8")``: ``round(x / s)``, ties to even, where ``s`` is the row's absmax
+over 127. A row with a NaN or an Inf has the scale NaN, so that everything made of it is NaN.
 """
 
 from typing import NamedTuple
@@ -80,8 +80,10 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     if k > LONGEST:
         parts = [slice(i, i + LONGEST) for i in range(0, k, LONGEST)]
         return torch.stack([int8_matmul(a[:, part], b[part]).long() for part in parts]).sum(0)
-    if a.device.type == "cpu":
-        return torch._int_mm(a, b)
+    return torch._int_mm(a, b) if a.device.type == "cpu" else _fitted_matmul(a, b)
+
+
+def _fitted_matmul(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
     a = F.pad(a, (0, -k % 8, 0, max(17 - m, 0))).contiguous()
     b = F.pad(b.t(), (0, -k % 8, 0, -n % 8)).contiguous().t()

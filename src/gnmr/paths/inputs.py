@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)
@@ -87,3 +88,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def is_wrapper(x: object) -> bool:
+    """Whether a tensor is made of others, as a DTensor is."""
+    return is_traceable_wrapper_subclass(x)

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gnmr.errors import PathError, StateError
 from gnmr.memory import Activation
@@ -29,7 +28,7 @@ from gnmr.numerics.formats import get_format
 from gnmr.numerics.packing import Packed, PackScaling, pack, packed_bytes, unpack
 from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route, check_linear, first_order
 from gnmr.paths.errors import ErrorMeter, of_units, sampled
-from gnmr.paths.inputs import Entry, Input, LastInput, compute_dtype
+from gnmr.paths.inputs import Entry, Input, LastInput, compute_dtype, is_wrapper
 from gnmr.pytorch.units import Operator, Unit
 
 _READ_TOGETHER = (
@@ -292,7 +291,7 @@ class SavedActivations(OperatorPaths):
         weight, bias = slot.weight, slot.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return slot.operator.plain(x)
-        if _is_wrapper(x) or _is_wrapper(weight):
+        if is_wrapper(x) or is_wrapper(weight):
             raise PathError(
                 f"{slot.operator.fqn!r} runs on {type(x).__name__} and {type(weight).__name__}, which "
                 "SavedActivations cannot pack: leave tensor-parallel operators out with exclude=..."
@@ -504,10 +503,6 @@ def _input_and_bias(ctx: Any, grad: Tensor, weight: Tensor) -> tuple[Tensor | No
     if ctx.needs_input_grad[2]:
         by_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
     return by_input, by_bias
-
-
-def _is_wrapper(x: object) -> bool:
-    return is_traceable_wrapper_subclass(x)
 
 
 def _group_name(fqn: str) -> str:
