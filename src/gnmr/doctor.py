@@ -194,6 +194,12 @@ def _simulated(device: "torch.device") -> Trial:
     return Trial(gnmr.Simulated(), _layers(device))
 
 
+def _int8(device: "torch.device") -> Trial:
+    import gnmr
+
+    return Trial(gnmr.Int8(), _layers(device))
+
+
 def _custom(device: "torch.device") -> Trial:
     import torch
 
@@ -217,6 +223,7 @@ def _transformer_engine(device: "torch.device") -> Trial:
 TRIALS: dict[str, Callable[["torch.device"], Trial]] = {
     "SavedActivations": _saved_activations,
     "Simulated": _simulated,
+    "Int8": _int8,
     "CustomPaths": _custom,
     "TransformerEngine": _transformer_engine,
 }

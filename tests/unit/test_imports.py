@@ -40,7 +40,7 @@ PUBLIC_TO_LAB = {
 }
 NAMES = {
     *("Controller", "Decision", "Ema", "Policy", "State", "Window", "controller"),
-    *("CustomPaths", "Guard", "Paths", "SavedActivations", "Simulated", "TransformerEngine", "find_units"),
+    *("CustomPaths", "Guard", "Int8", "Paths", "SavedActivations", "Simulated", "TransformerEngine", "find_units"),
     *("GnmrError", "GuardError", "PathError", "RecipeError", "RunError", "StateError", "TraceError", "UnitError"),
     "GnmrWarning",
 }

@@ -242,6 +242,27 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def check_linear(operator: Operator, paths: str) -> None:
+    """Refuse an operator whose forward is its own, for a backend that knows the backward of a linear one.
+
+    Args:
+        operator: the operator.
+        paths: the backend's name.
+
+    Raises:
+        gnmr.UnitError: its forward is not its class's, or not ``nn.Linear``'s.
+    """
+    module = operator.module
+    known = isinstance(module, nn.Linear)
+    own = known and type(module).forward is not nn.Linear.forward
+    if own or operator._own_forward is not None:
+        what = type(module).__name__ if own else "its instance"
+        raise UnitError(
+            f"{operator.fqn!r} has a forward of its own (on {what}), whose backward {paths} does not "
+            "know: leave it out with exclude=..., or attach the guard before what replaced it"
+        )
+
+
 def is_guarded(operator: Operator) -> bool:
     """Whether a guard's path stands in place of the operator's forward."""
     seat = operator.module.__dict__.get("_gnmr_seat")
