@@ -24,7 +24,7 @@ def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -
     """
     dtype = getattr(torch, model.dtype)
     if model.name_or_path is not None:
-        return _pretrained(model.name_or_path, model.dtype, vocab_size)
+        return _pretrained(model, vocab_size)
     torch.manual_seed(seed)
     shape = {
         "vocab_size": vocab_size,
@@ -77,11 +77,20 @@ def with_adapters(model: Any, adapter: Adapter, seed: int) -> Any:
         raise RecipeError(f"adapter.target_modules = {targets!r}: {error}") from error
 
 
-def _pretrained(name: str, dtype: str, vocab_size: int) -> Any:
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _pretrained(model: Model, vocab_size: int) -> Any:
+    name = model.name_or_path
+    assert name is not None  # noqa: S101 (asked before)
     try:
-        loaded = load_pretrained(name, dtype=dtype, device="cpu").model.train().requires_grad_(True)
+        loaded = load_pretrained(name, dtype=model.dtype, device="cpu").model.train().requires_grad_(True)
     except ValueError as error:
         raise RecipeError(f"model.name_or_path = {name!r} cannot be loaded: {error}") from error
+    for key in _SHAPE:
+        given, found = getattr(model, key), getattr(loaded.config, key, None)
+        if key in model.model_fields_set and found is not None and given not in (None, found):
+            raise RecipeError(f"model.{key} = {given}, and {name!r} has {found}: leave it out, or leave out the name")
     rows = loaded.get_input_embeddings().num_embeddings
     if rows < vocab_size:
         raise RecipeError(
