@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo persistent evidence finetune-demo test lint bench wheel clean
+.PHONY: demo persistent evidence finetune-demo test lint bench gpu-check gpu-bench wheel clean
 
 demo: $(READY)  ## The main job: six arms, three seeds, transient faults; a table and an HTML report
 	$(BIN)/gnmr compare demo
@@ -49,6 +49,13 @@ bench: $(DEV)  ## The measurements of benchmarks/README.md; nothing else should 
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/guard.py
 	$(BIN)/python benchmarks/triggers.py
+
+gpu-check: $(DEV)  ## The tests that need a GPU; an error if none of them ran
+	$(BIN)/python -m pytest tests/gpu --gpu-must-run
+
+gpu-bench: $(DEV)  ## What the controller costs on this GPU, at 1.3B and 8B; writes benchmarks/gpu-CARD.md
+	$(BIN)/gnmr doctor
+	$(BIN)/python benchmarks/gpu.py
 
 wheel: $(DEV)  ## Build the wheel, and run its tests outside the checkout
 	rm -rf dist build/outside && mkdir -p build/outside

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gnmr._machine import cpu_name
+
 # glibc gives large blocks back to the system and asks for them again: page faults would be half of the noise.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 README = Path(__file__).with_name("README.md")
@@ -26,9 +28,7 @@ def write(name: str, section: str, path: Path = README) -> None:
 
 def machine() -> str:
     """Name the processor and how much of it a benchmark uses."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'unknown CPU'}, {os.cpu_count()} cores, one used"
+    return f"{cpu_name()}, {os.cpu_count()} cores, one used"
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common import write
 from gnmr.lab.runs import read_json
 from gnmr.lab.tables import machine
-
-from common import write
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs" / "finetune"
@@ -45,7 +44,9 @@ def main() -> None:
     about = ABOUT.format(
         seeds=seeds, steps=comparison["recipe"]["run"]["steps"], machine=machine(comparison), ratio=ratio["gnmr"]
     )
-    write("finetune.py", "\n\n".join([about, "\n".join(lines), differences(arms, items)]), ROOT / "docs" / "evidence.md")
+    write(
+        "finetune.py", "\n\n".join([about, "\n".join(lines), differences(arms, items)]), ROOT / "docs" / "evidence.md"
+    )
     print(f"{ROOT / 'docs' / 'evidence.md'}: the table of the fine-tuned model is rewritten")
 
 

@@ -28,8 +28,10 @@ from gnmr.policy import Window as Window
 if TYPE_CHECKING:
     from gnmr.paths.base import Paths as Paths
     from gnmr.paths.custom import CustomPaths as CustomPaths
+    from gnmr.paths.int8 import Int8 as Int8
     from gnmr.paths.saved_activations import SavedActivations as SavedActivations
     from gnmr.paths.simulated import Simulated as Simulated
+    from gnmr.paths.transformer_engine import TransformerEngine as TransformerEngine
     from gnmr.pytorch.guard import Guard as Guard
     from gnmr.pytorch.units import find_units as find_units
 
@@ -38,9 +40,11 @@ __version__ = version("gnmr")
 _LAZY = {
     "CustomPaths": "gnmr.paths.custom",
     "Guard": "gnmr.pytorch.guard",
+    "Int8": "gnmr.paths.int8",
     "Paths": "gnmr.paths.base",
     "SavedActivations": "gnmr.paths.saved_activations",
     "Simulated": "gnmr.paths.simulated",
+    "TransformerEngine": "gnmr.paths.transformer_engine",
     "find_units": "gnmr.pytorch.units",
 }
 

@@ -29,7 +29,7 @@ WRONG = [
     ("policy.max_active=-1", "policy.max_active must be an int >= 0, got -1"),
     ("policy.alpha=0", "policy.alpha must be a finite number > 0"),
     ("policy.alpha=[[0.0, 1.5], [0.01, 1.1]]", "two pieces that begin at step 1 of a run of 10 steps"),
-    ("paths.kind='simulate'", "paths.kind must be one of saved_activations, simulated, got 'simulate'"),
+    ("paths.kind='simulate'", "paths.kind must be one of saved_activations, simulated, int8, got 'simulate'"),
     ("paths.low='e2m2'", "unknown number format 'e2m2'"),
     ("paths.group_size='a'", "paths: group_size must be an int >= 1, got 'a'"),
     ("paths.scaling='delayed'", "paths: "),
@@ -76,6 +76,13 @@ def test_a_resolved_recipe_reads_back_as_itself(name, tmp_path):
 def test_every_packaged_recipe_says_what_it_is():
     assert {"demo", "persistent", "tiny"} <= set(list_recipes())
     assert all(list_recipes().values())
+
+
+def test_only_paths_that_draw_noise_get_the_seed():
+    paths = load_recipe("tiny", ["paths={kind='int8', outliers=6.0}"]).make_paths(seed=3)
+
+    assert paths.describe() == {"kind": "Int8", "outliers": 6.0, "backward": "high", "frozen": "resident"}
+    assert load_recipe("tiny").make_paths(seed=3).seed == 3
 
 
 def test_overrides_are_toml_values_and_bare_words_are_text():

@@ -13,12 +13,15 @@ SOURCE = Path(gnmr.__file__).parent
 EDGES = {"gnmr.integrations", "gnmr.lab", "gnmr.report", "gnmr.cli"}
 TORCH = {"torch", "gnmr.pytorch", "gnmr.paths", "gnmr.numerics", "gnmr.integrations", "gnmr.lab"}
 FORBIDDEN = {
-    **dict.fromkeys(["_io", "controller", "errors", "memory", "policy", "replay", "trace", "triggers"], TORCH | EDGES),
+    **dict.fromkeys(
+        ["_io", "_machine", "controller", "errors", "memory", "policy", "replay", "trace", "triggers"], TORCH | EDGES
+    ),
     "paths": EDGES,
     "numerics": EDGES | {"gnmr.pytorch", "gnmr.paths"},
     "pytorch": EDGES,
     "integrations": {"gnmr.lab", "gnmr.report", "gnmr.cli"},
     "lab": {"gnmr.cli"},
+    "doctor": EDGES,
 }
 # What a user is told to import, beside the names at the top: the protocol of a backend and its units, measuring.
 PUBLIC_TO_LAB = {
@@ -33,11 +36,11 @@ PUBLIC_TO_LAB = {
         "gnmr.integrations",
     ),
     *("gnmr.paths.base", "gnmr.pytorch.units", "gnmr.pytorch.measure", "gnmr.pytorch.gaps", "gnmr.pytorch.signals"),
-    *("gnmr.lab", "gnmr.report", "gnmr._io"),
+    *("gnmr.lab", "gnmr.report", "gnmr._io", "gnmr._machine"),
 }
 NAMES = {
     *("Controller", "Decision", "Ema", "Policy", "State", "Window", "controller"),
-    *("CustomPaths", "Guard", "Paths", "SavedActivations", "Simulated", "find_units"),
+    *("CustomPaths", "Guard", "Int8", "Paths", "SavedActivations", "Simulated", "TransformerEngine", "find_units"),
     *("GnmrError", "GuardError", "PathError", "RecipeError", "RunError", "StateError", "TraceError", "UnitError"),
     "GnmrWarning",
 }

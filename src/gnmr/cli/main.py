@@ -9,6 +9,8 @@ from rich.console import Console
 
 from gnmr.cli.audit import audit
 from gnmr.cli.compare import compare
+from gnmr.cli.doctor import doctor
+from gnmr.cli.evaluate import evaluate
 from gnmr.cli.recipes import recipes
 from gnmr.cli.replay import replay
 from gnmr.cli.report import report
@@ -64,5 +66,5 @@ def _plainly(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for _command in (train, compare, audit, replay, suggest, report, recipes, tables):
+for _command in (train, compare, evaluate, audit, replay, suggest, report, recipes, tables, doctor):
     app.command()(_plainly(_command))

@@ -156,7 +156,7 @@ def _run_all(pending: list[_Job], recipe: Recipe, recipe_file: Path, jobs: int, 
                 job.code = job.process.exitcode
                 if job.code is not None:
                     running.remove(job)
-                    failed.extend([job] if job.code else [])
+                    failed.extend([] if job.code == 0 and job.finished else [job])
             waiting = [job for job in waiting if job.after not in failed]
             progress(sum(map(_steps_done, pending)), total, ", ".join(job.name for job in running))
             time.sleep(POLL_SECONDS if running else 0)

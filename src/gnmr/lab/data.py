@@ -142,6 +142,12 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
     )
 
 
+def training_tokenizer(data: Data) -> Tokenizer:
+    """Return the tokenizer that a run on this data is trained with; see :func:`load_corpus` for what may be raised."""
+    train = embedded_text().train if data.name == "embedded" else _split(data)[0]
+    return make_tokenizer(data.tokenizer, data.vocab_size, train)
+
+
 def _sample(tokens: NDArray[np.int32]) -> Sample:
     ids = torch.from_numpy(tokens.astype(np.int64))
     return {"input_ids": ids, "labels": ids}

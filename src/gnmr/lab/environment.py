@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gnmr._machine import cpu_name
 from gnmr.trace import versions
 
 
@@ -19,7 +20,7 @@ def environment() -> dict[str, Any]:
         "versions": versions(*packages),
         "revision": _revision(),
         "machine": {
-            "cpu": _cpu(),
+            "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -27,15 +28,6 @@ def environment() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         },
     }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _revision() -> str | None:

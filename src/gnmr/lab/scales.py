@@ -2,7 +2,8 @@
 
 A recipe file has a section ``[scales.tiny]`` and ``[scales.small]`` with what is other there. A scale changes sizes
 and tokens and nothing else (:data:`SCALED`): the model's shape, the text and how it becomes tokens, batch, steps, and
-how often and on how much is evaluated. Another shape than a pre-trained model's is that of a new one. Never the learning rate, paths, thresholds, arms or seeds.
+how often and on how much is evaluated. Another shape than a pre-trained model's is that of a new one. Never the
+learning rate, paths, thresholds, arms or seeds.
 
 Two numbers follow by themselves, so that what they mean stays (here and in every variant of the policy): maxO keeps
 its share of the units, as the number of layers changes, and ``warmup_steps`` its share of the steps; both rounded. One

@@ -45,17 +45,17 @@ class ByteTokenizer:
 
 
 class FastTokenizer:
-    """A tokenizer of the ``tokenizers`` library: trained here, or one of a hub's."""
+    """A tokenizer of the ``tokenizers`` library (its ``backend``): trained here, or one of a hub's."""
 
     def __init__(self, name: str, backend: Any, end: int) -> None:
         # A tokenizer that is edited in place is another one to the cache.
         self.name = f"{name}-{hashlib.sha256(backend.to_str().encode()).hexdigest()[:16]}"
-        self._backend, self.end = backend, end
+        self.backend, self.end = backend, end
         self.vocab_size = int(backend.get_vocab_size())
 
     def encode(self, documents: Sequence[bytes]) -> NDArray[np.int32]:
         """See :class:`Tokenizer`."""
-        encoded = self._backend.encode_batch(
+        encoded = self.backend.encode_batch(
             [text.decode(errors="replace") for text in documents], add_special_tokens=False
         )
         return np.array([i for each in encoded for i in (*each.ids, self.end)], dtype=np.int32)

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gnmr.errors import PathError, UnitError
-from gnmr.pytorch.units import Operator, Unit
+from gnmr.pytorch.units import Operator, Unit, is_te
 
 LOW, HIGH = 0, 1
 """Rows of the read-back and of the bytes: the low-cost path, the recovery path."""
@@ -145,6 +145,9 @@ class OperatorPaths(Paths):
     a model is always evaluated the same way.
     """
 
+    takes_te = False
+    """Whether the operators may be modules of TransformerEngine, whose products only its own kernels know."""
+
     def __init__(self) -> None:
         self.units: Sequence[Unit] = ()
         self.operators: list[Operator] = []
@@ -171,6 +174,12 @@ class OperatorPaths(Paths):
             raise PathError(
                 f"{guarded[0]!r} is on the paths of another guard: detach that one first ({len(guarded)} such "
                 "operators); a model has one guard at a time"
+            )
+        foreign = [op.fqn for unit in units for op in unit.operators if is_te(op.module)]
+        if foreign and not self.takes_te:
+            raise UnitError(
+                f"{foreign[0]!r} is a module of TransformerEngine, which {type(self).__name__} does not know "
+                f"({len(foreign)} such operators): use gnmr.TransformerEngine, or leave them out with exclude=..."
             )
         _take_over([op for unit in units for op in unit.operators])
         self.units = tuple(units)
@@ -233,6 +242,27 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def check_linear(operator: Operator, paths: str) -> None:
+    """Refuse an operator whose forward is its own, for a backend that knows the backward of a linear one.
+
+    Args:
+        operator: the operator.
+        paths: the backend's name.
+
+    Raises:
+        gnmr.UnitError: its forward is not its class's, or not ``nn.Linear``'s.
+    """
+    module = operator.module
+    known = isinstance(module, nn.Linear)
+    own = known and type(module).forward is not nn.Linear.forward
+    if own or operator._own_forward is not None:
+        what = type(module).__name__ if own else "its instance"
+        raise UnitError(
+            f"{operator.fqn!r} has a forward of its own (on {what}), whose backward {paths} does not "
+            "know: leave it out with exclude=..., or attach the guard before what replaced it"
+        )
+
+
 def is_guarded(operator: Operator) -> bool:
     """Whether a guard's path stands in place of the operator's forward."""
     seat = operator.module.__dict__.get("_gnmr_seat")
@@ -278,13 +308,15 @@ def _install(operator: Operator, forward: "partial[Tensor]") -> None:
     operator.module.forward = MethodType(forward_, operator.module)
 
 
-def forward_(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+def forward_(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Run what stands in place of a module's forward."""
     seat: _Seat = module._gnmr_seat  # type: ignore[assignment]
     if seat.run is None:
         return type(module).forward(module, *args, **kwargs)
-    (x,) = (*args, *kwargs.values())  # F.linear's input goes by several names
-    return seat.run(*seat.args, x)
+    if len(args) + len(kwargs) == 1:
+        (x,) = (*args, *kwargs.values())  # the input goes by several names
+        return seat.run(*seat.args, x)
+    return seat.run(*seat.args, *args, **kwargs)
 
 
 # A bound method is pickled by its name, and looked up on the copy: there it is the class's own.

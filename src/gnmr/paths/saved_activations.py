@@ -9,11 +9,9 @@ common model families feed from one activation share one call, which the compile
 """
 
 import hashlib
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Literal
@@ -23,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gnmr.errors import PathError, StateError, UnitError
+from gnmr.errors import PathError, StateError
 from gnmr.memory import Activation
 from gnmr.numerics.formats import get_format
 from gnmr.numerics.packing import Packed, PackScaling, pack, packed_bytes, unpack
-from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route, first_order
+from gnmr.paths.base import HIGH, LOW, OperatorPaths, _Route, check_linear, first_order
 from gnmr.paths.errors import ErrorMeter, of_units, sampled
+from gnmr.paths.inputs import Entry, Input, LastInput, compute_dtype, is_wrapper
 from gnmr.pytorch.units import Operator, Unit
 
 _READ_TOGETHER = (
@@ -104,7 +102,7 @@ class SavedActivations(OperatorPaths):
         self._slots: list[_Slot] = []
         self._slot_of: dict[Operator, _Slot] = {}
         self._step = torch.zeros((), dtype=torch.int64)  # a tensor: a compiled graph reads it
-        self._cache = _Cache()
+        self._cache = LastInput()
         self._apart = False
         self._watch = 0
         self._place: dict[_Share, int] = {}
@@ -118,7 +116,7 @@ class SavedActivations(OperatorPaths):
             gnmr.PathError: attached already, or the model has another guard.
         """
         for operator in (operator for unit in units for operator in unit.operators):
-            _check_linear(operator)
+            check_linear(operator, type(self).__name__)
         super().attach(units)
         # Packed sizes follow the switch, so a compiled graph must hold operators whose output size is not known
         # when it is made. Dynamo breaks the graph there unless told; the setting is one for the process.
@@ -127,7 +125,7 @@ class SavedActivations(OperatorPaths):
     def detach(self) -> None:
         """Give every operator its own forward back."""
         super().detach()
-        self._cache = _Cache()
+        self._cache = LastInput()
         self._slots, self._slot_of = [], {}
         self._watch, self._place, self._meter = 0, {}, ErrorMeter(0)
 
@@ -242,19 +240,19 @@ class SavedActivations(OperatorPaths):
     def apart(self) -> Iterator[None]:
         """Run what is inside without a trace in counts, shapes and errors."""
         seen = [slot.seen.copy() for slot in self._slots]
-        self._apart, self._cache = True, _Cache()
+        self._apart, self._cache = True, LastInput()
         try:
             with super().apart():
                 yield
         finally:
-            self._apart, self._cache = False, _Cache()
+            self._apart, self._cache = False, LastInput()
             for slot, before in zip(self._slots, seen, strict=True):
                 slot.seen[:] = before
 
     def end_step(self, step: int) -> None:
         """Take the noise of the next step."""
         self._step.fill_(step)
-        self._cache = _Cache()
+        self._cache = LastInput()
 
     def describe(self) -> dict[str, Any]:
         """Return the settings."""
@@ -293,24 +291,24 @@ class SavedActivations(OperatorPaths):
         weight, bias = slot.weight, slot.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return slot.operator.plain(x)
-        if _is_wrapper(x) or _is_wrapper(weight):
+        if is_wrapper(x) or is_wrapper(weight):
             raise PathError(
                 f"{slot.operator.fqn!r} runs on {type(x).__name__} and {type(weight).__name__}, which "
                 "SavedActivations cannot pack: leave tensor-parallel operators out with exclude=..."
             )
-        key = _Input.of(x)
-        dtype = _compute_dtype(x)
+        key = Input.of(x)
+        dtype = compute_dtype(x)
         fmt = self.formats[path]
         entry = self._cache.find(key, x)
         shared = entry is not None
         entry = entry or self._cache.put(key, x)
-        packed = entry.packed.get((fmt, dtype))
+        packed: Packed | None = entry.made.get((fmt, dtype))
         if packed is None:
             generator = None
             if self.rounding == "stochastic":
                 generator = _generator(self.seed, int(self._step), int(slot.share.key), x.device)
             packed = pack(x.detach().to(dtype), fmt, self.scaling, self.group_size, generator)
-            entry.packed[fmt, dtype] = packed
+            entry.made[fmt, dtype] = packed
             self.measure(slot, x)
         width = x.shape[-1]
         # An input that this operator itself packed before (a second call on it) stays its own.
@@ -324,7 +322,7 @@ class SavedActivations(OperatorPaths):
     def _run_compiled(self, slot: "_Slot", x: Tensor) -> Tensor:
         """The same without Python state: the switch is a tensor, and one graph serves every plan."""
         rows, width = x.shape[:-1].numel(), x.shape[-1]
-        dtype = _compute_dtype(x)
+        dtype = compute_dtype(x)
         _saw(slot.counts, slot.flag, rows, width, dtype.itemsize)
         weight, bias = slot.weight, slot.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
@@ -404,70 +402,6 @@ _slots: "weakref.WeakValueDictionary[int, _Slot]" = weakref.WeakValueDictionary(
 """Slots by number, which a compiled graph can hold."""
 
 
-@dataclass(frozen=True)
-class _Input:
-    """What tells one input from another while it is alive."""
-
-    pointer: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    version: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_Input | None":
-        if x.is_inference():
-            return None  # it has no version, so a change would go unseen
-        return cls(x.data_ptr(), x.shape, x.stride(), x.dtype, x._version)
-
-
-class _Entry:
-    """The packings of one input, dropped with it."""
-
-    def __init__(self, key: _Input | None, x: Tensor, cell: "_Cell") -> None:
-        self.key = key
-        self.packed: dict[tuple[str, torch.dtype], Packed] = {}
-        self.owner: _Slot | None = None
-        owner = weakref.ref(cell)
-
-        def forget(dead: object) -> None:
-            # May run in any thread. The entry clears itself: the cell may hold another by now.
-            self.packed.clear()
-            place = owner()
-            if place is not None and place.entry is self:
-                place.entry = None
-
-        self.input = weakref.ref(x, forget)
-
-
-class _Cell:
-    __slots__ = ("__weakref__", "entry")
-
-    def __init__(self) -> None:
-        self.entry: _Entry | None = None
-
-
-class _Cache(threading.local):
-    """The last input of each thread. While its input lives, its memory is not another's."""
-
-    def __init__(self) -> None:
-        self.cell = _Cell()
-
-    def __reduce__(self) -> "tuple[type[_Cache], tuple[()]]":
-        return (_Cache, ())  # the copy of a model starts with none
-
-    def find(self, key: _Input | None, x: Tensor) -> _Entry | None:
-        entry = self.cell.entry
-        if entry is None or key is None or entry.key != key or entry.input() is None:
-            return None
-        return entry
-
-    def put(self, key: _Input | None, x: Tensor) -> _Entry:
-        entry = _Entry(key, x, self.cell)
-        self.cell.entry = entry if key is not None else None
-        return entry
-
-
 class _PackedLinear(torch.autograd.Function):
     """``x W^T + b`` that keeps the codes of x."""
 
@@ -481,7 +415,7 @@ class _PackedLinear(torch.autograd.Function):
         absmax: Tensor,
         packed: Packed,
         transposed: bool,
-        entry: "weakref.ref[_Entry]",
+        entry: "weakref.ref[Entry]",
     ) -> Tensor:
         ctx.save_for_backward(weight, data, absmax)
         ctx.entry = entry
@@ -499,7 +433,7 @@ class _PackedLinear(torch.autograd.Function):
         entry = ctx.entry()
         if entry is not None:
             # After a backward the input may be filled anew behind its version counter, as NumPy does.
-            entry.packed.clear()
+            entry.made.clear()
         grads = _input_and_bias(ctx, grad, weight)
         if not ctx.needs_input_grad[1]:
             return grads[0], None, grads[1], None, None, None, None, None
@@ -548,7 +482,7 @@ class _GatedLinear(torch.autograd.Function):
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Compute what the module computes, with the same kernels; casts as autocast would."""
-    dtype = _compute_dtype(x)
+    dtype = compute_dtype(x)
     if dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
         # Cast by hand: autocast would keep the casts of the parameters, and here they carry no gradient.
         x, weight = x.to(dtype), weight.to(dtype)
@@ -569,29 +503,6 @@ def _input_and_bias(ctx: Any, grad: Tensor, weight: Tensor) -> tuple[Tensor | No
     if ctx.needs_input_grad[2]:
         by_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
     return by_input, by_bias
-
-
-def _is_wrapper(x: object) -> bool:
-    return is_traceable_wrapper_subclass(x)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
-def _check_linear(operator: Operator) -> None:
-    module = operator.module
-    known = isinstance(module, nn.Linear)
-    own = known and type(module).forward is not nn.Linear.forward
-    if own or operator._own_forward is not None:
-        what = type(module).__name__ if own else "its instance"
-        raise UnitError(
-            f"{operator.fqn!r} has a forward of its own (on {what}), whose backward SavedActivations does not "
-            "know: leave it out with exclude=..., or attach the guard before what replaced it"
-        )
 
 
 def _group_name(fqn: str) -> str:

@@ -27,6 +27,17 @@ PROJECTIONS = frozenset(
 )
 """Last names of the attention and MLP projections in the common decoder families."""
 
+_TE_LINEARS = frozenset(["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
+"""Modules of TransformerEngine that multiply by weights of their own; those that hold them have no products."""
+
+_TE_PROJECTIONS = frozenset(
+    # TransformerEngine's own layers; Megatron-Core's
+    [
+        *("qkv", "layernorm_qkv", "query", "layernorm_query", "key_value", "proj", "layernorm_mlp"),
+        *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    ]
+)
+
 _WRAPPERS = frozenset(["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"])
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -57,7 +68,8 @@ class Operator:
 
     Attributes:
         fqn: the name in the model, free of what wrappers add.
-        module: ``nn.Linear``, GPT-2's ``Conv1D``, or one product of an expert that is stacked with others.
+        module: ``nn.Linear``, GPT-2's ``Conv1D``, one product of an expert that is stacked with others, or a module of
+            TransformerEngine, which may have several products, a norm before them and more arguments than the input.
     """
 
     fqn: str
@@ -69,7 +81,7 @@ class Operator:
     @property
     def transposed(self) -> bool:
         """Whether the weight is stored as (in, out)."""
-        return not isinstance(self.module, nn.Linear)
+        return not isinstance(self.module, nn.Linear) and not is_te(self.module)
 
     @property
     def weight(self) -> Tensor:
@@ -85,6 +97,8 @@ class Operator:
     @property
     def device(self) -> torch.device:
         """Where the weight is."""
+        if is_te(self.module):
+            return next(self.module.parameters()).device
         held = self.module.stacked if isinstance(self.module, ExpertLinear) else self.module.weight
         return cast("Tensor", held).device
 
@@ -93,6 +107,9 @@ class Operator:
         if isinstance(self.module, ExpertLinear):
             stacked = (self.module.stacked, self.module.stacked_bias)
             found = [Piece(param, self.module.row) for param in stacked if param is not None]
+        elif is_te(self.module):  # without the norm that it may begin with
+            named = self.module.named_parameters()
+            found = [Piece(param, None) for name, param in named if not name.startswith("layer_norm_")]
         else:
             found = [Piece(param, None) for param in self.module.parameters()]
         return [piece for piece in found if piece.param.requires_grad]
@@ -113,11 +130,11 @@ class Operator:
         if isinstance(self.module, ExpertLinear):
             take_over(self.module)
 
-    def plain(self, x: Tensor) -> Tensor:
-        """Run the operator as the model would without gnmr."""
+    def plain(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the operator as the model would without gnmr; a module of TransformerEngine may take more than x."""
         if self._own_forward is not None:
-            return self._own_forward(x)
-        return type(self.module).forward(self.module, x)
+            return self._own_forward(x, *args, **kwargs)
+        return type(self.module).forward(self.module, x, *args, **kwargs)
 
     def linear(self, x: Tensor) -> Tensor:
         """Run ``F.linear`` on the operator's weight and bias."""
@@ -223,11 +240,20 @@ def canonical_fqn(name: str) -> str:
     return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
 
 
+def is_te(module: nn.Module) -> bool:
+    """Whether a module is one of TransformerEngine's that multiply by weights of their own, or a subclass of one."""
+    # Told by name, so that TransformerEngine is not needed.
+    return any(
+        kind.__name__ in _TE_LINEARS and kind.__module__.startswith("transformer_engine.")
+        for kind in type(module).__mro__
+    )
+
+
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes ``x W^T + b``: ``nn.Linear``, or GPT-2's transposed ``Conv1D``."""
+    """Whether a module computes ``x W^T + b``: ``nn.Linear``, GPT-2's transposed ``Conv1D``, TransformerEngine's."""
     # transformers.pytorch_utils.Conv1D is told by its name, so that transformers is not needed.
     conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-    return isinstance(module, nn.Linear) or conv1d
+    return isinstance(module, nn.Linear) or conv1d or is_te(module)
 
 
 def block_of(fqn: str) -> str | None:
@@ -280,7 +306,8 @@ def _sweep(module: nn.Module) -> None:
 
 def _eligible(operator: Operator, filter_fn: FilterFn | None, include: tuple[str, ...] | None) -> bool:
     if filter_fn is None and include is None:
-        return block_of(operator.fqn) is not None and operator.fqn.split(".")[-1] in PROJECTIONS
+        known = PROJECTIONS | _TE_PROJECTIONS if is_te(operator.module) else PROJECTIONS
+        return block_of(operator.fqn) is not None and operator.fqn.split(".")[-1] in known
     if filter_fn is not None and not filter_fn(operator.module, operator.fqn):
         return False
     return include is None or any(fnmatchcase(operator.fqn, glob) for glob in include)
@@ -380,7 +407,7 @@ def _nothing_matches(
     exclude: tuple[str, ...],
 ) -> str:
     if not linears:
-        return "the model has no nn.Linear (nor Conv1D), so it has no unit"
+        return "the model has no nn.Linear (nor Conv1D, nor a linear of TransformerEngine), so it has no unit"
     asked = f"include={include!r}" if include is not None else "the default projections"
     if filter_fn is not None:
         asked = "filter_fn"

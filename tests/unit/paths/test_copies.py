@@ -6,12 +6,13 @@ import io
 import pytest
 import torch
 
-from gnmr import CustomPaths, Guard, PathError, Policy, SavedActivations, Simulated
+from gnmr import CustomPaths, Guard, Int8, PathError, Policy, SavedActivations, Simulated
 from toys import Toy, backward, batch
 
 PATHS = {
     "saved": lambda: SavedActivations("int2", "e4m3"),
     "simulated": lambda: Simulated("int2", "exact", scaling="delayed"),
+    "int8": lambda: Int8(backward="int8"),
     "custom": lambda: CustomPaths(low_forward=lambda operator, x: operator.plain(x) * 2),
 }
 
@@ -65,7 +66,7 @@ def test_a_copy_can_be_guarded(kind, make):
     assert all("forward" not in module.__dict__ for module in twin.modules())
 
 
-@pytest.mark.parametrize("kind", ["saved", "simulated"])
+@pytest.mark.parametrize("kind", ["saved", "simulated", "int8"])
 def test_a_gradient_of_a_gradient_is_an_error(kind):
     model = Toy()
     Guard(model, PATHS[kind](), Policy(max_active=1))

@@ -1,0 +1,5 @@
+"""The base of features."""
+
+
+class TEConfigAPIMapper:
+    """Reads a feature's configuration."""
