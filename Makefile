@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo persistent evidence test lint bench gpu-check gpu-bench wheel clean
+.PHONY: demo persistent evidence finetune-demo test lint bench gpu-check gpu-bench wheel clean
 
 demo: $(READY)  ## The main job: six arms, three seeds, transient faults; a table and an HTML report
 	$(BIN)/gnmr compare demo
@@ -26,6 +26,16 @@ persistent: $(READY)  ## The second recipe: a low path that is too coarse all th
 evidence: $(DEV)  ## Eight seeds of every trigger in six regimes (hours, resumable), and docs/evidence.md from them
 	for regime in fg fo d8 d6c b4c m6; do $(BIN)/gnmr compare evidence/$$regime --out runs/evidence/$$regime || exit 1; done
 	$(BIN)/python benchmarks/evidence.py
+
+# Every run begins with the same weights and ends with an adapter; the evaluation asks all of them the same items.
+FINETUNE_RUNS = $(foreach seed,0 1 2,$(foreach arm,high low gnmr random,$(arm)-s$(seed)=runs/finetune/$(arm)-s$(seed)))
+
+finetune-demo: $(DEV)  ## LoRA on a real model in real INT8: four arms, three seeds, six benchmarks (resumable)
+	$(BIN)/python benchmarks/assets.py
+	$(BIN)/gnmr compare finetune
+	$(BIN)/gnmr evaluate base=build/assets/smollm2 $(FINETUNE_RUNS) --data build/assets/items --text embedded \
+		--tasks hellaswag,piqa,arc_easy,mmlu,gsm8k,perplexity --limit 40 --window 256 --out runs/finetune/evaluation
+	$(BIN)/python benchmarks/finetune.py
 
 test: $(DEV)  ## Every test, docstring examples included
 	$(BIN)/python -m pytest -n 2 --doctest-modules src/gnmr tests

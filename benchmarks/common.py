@@ -13,17 +13,17 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_":
 README = Path(__file__).with_name("README.md")
 
 
-def write(name: str, section: str) -> None:
-    """Replace the part of README.md between the markers of a benchmark, or add it."""
+def write(name: str, section: str, path: Path = README) -> None:
+    """Replace the part of a page between the markers of a benchmark, or add it."""
     begin, end = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
-    text = README.read_text() if README.exists() else "# Benchmarks\n"
+    text = path.read_text() if path.exists() else "# Benchmarks\n"
     block = f"{begin}\n{section}\n{end}"
     if begin in text:
         head, rest = text.split(begin)
         text = head + block + rest.split(end)[1]
     else:
         text = f"{text.rstrip()}\n\n{block}\n"
-    README.write_text(text)
+    path.write_text(text)
 
 
 def machine() -> str:

@@ -13,8 +13,9 @@ PAPER = [name for name in list_recipes() if name.startswith("paper/")]
 SIZES = {
     *(f"model.{key}" for key in ("hidden_size", "intermediate_size", "num_hidden_layers")),
     *(f"model.{key}" for key in ("num_attention_heads", "num_key_value_heads")),
+    "model.name_or_path",  # of which another shape is a new model
     *(f"data.{key}" for key in ("name", "config", "validation_split", "streaming", "tokenizer", "vocab_size")),
-    *(f"data.{key}" for key in ("sequence_length", "eval_sequences")),
+    *(f"data.{key}" for key in ("sequence_length", "eval_sequences", "format")),
     *(f"run.{key}" for key in ("steps", "batch_size", "gradient_accumulation", "eval_every", "save_every")),
 }
 

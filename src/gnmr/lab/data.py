@@ -102,6 +102,11 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
             the path and the fix.
     """
     data, run = recipe.data, recipe.run
+    if data.tokenizer == "model":
+        data = data.model_copy(update={"tokenizer": recipe.model.name_or_path})
+    count = run.steps * run.batch_size * run.gradient_accumulation
+    if data.format == "instruction":
+        return _instructions(data, count, seed)
     if data.streaming:
         return _streamed(data, seed)
     facts: dict[str, Any] = {"name": data.name}
@@ -129,7 +134,6 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
         "train_tokens": len(tokens),
         "validation_tokens": len(validation),
     }
-    count = run.steps * run.batch_size * run.gradient_accumulation
     return Corpus(
         Windows(tokens, length, count, seed),
         Blocks(validation, length, data.eval_sequences),
@@ -167,6 +171,46 @@ def _split(data: Data) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     whole = b"\n".join(documents)
     cut = len(whole) - len(whole) // HELD_OUT
     return (whole[:cut],), (whole[cut:],)
+
+
+def _instructions(data: Data, count: int, seed: int) -> Corpus:
+    """Hold out what is named, or one row of twenty; the loss is on the responses."""
+    from gnmr.lab.instructions import Encoded, Instructions, encode_rows
+    from gnmr.lab.pretrained import load_tokenizer
+    from gnmr.lab.texts import load_rows, rows_of
+
+    tokenizer = load_tokenizer(data.tokenizer)
+
+    def read(name: str, split: str) -> list[Encoded]:
+        return encode_rows(rows_of(load_rows(data, name, split), name), data, name, tokenizer)
+
+    train = read(data.name, data.split)
+    if data.validation_name or data.validation_split:
+        held_out = read(data.validation_name or data.name, data.validation_split or data.split)
+    else:
+        held_out = train[::HELD_OUT]
+        train = [row for i, row in enumerate(train) if i % HELD_OUT]
+    if not train:
+        raise RecipeError(f"data.name = {data.name!r} has one row, which is held out: give more, or a validation_name")
+    digest = hashlib.sha256(repr((train, held_out)).encode()).hexdigest()
+    facts = {
+        "name": data.name,
+        "format": data.format,
+        "sha256": digest,
+        "tokenizer": data.tokenizer,
+        "chat_template": bool(tokenizer.chat_template),
+        "vocab_size": len(tokenizer),
+        "train_rows": len(train),
+        "validation_rows": min(len(held_out), data.eval_sequences),
+        "cut_rows": sum(len(ids) > data.sequence_length for ids, _ in train),
+    }
+    pad = tokenizer.eos_token_id
+    return Corpus(
+        Instructions(train, data.sequence_length, count, seed, pad),
+        Instructions(held_out[: data.eval_sequences], data.sequence_length, None, seed, pad),
+        len(tokenizer),
+        facts,
+    )
 
 
 def _streamed(data: Data, seed: int) -> Corpus:

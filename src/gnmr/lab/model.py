@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from gnmr.errors import RecipeError
-from gnmr.lab.sections import Model
+from gnmr.lab.pretrained import load_pretrained
+from gnmr.lab.sections import Adapter, Model
 
 
 def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -> Any:
@@ -24,7 +24,7 @@ def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -
     """
     dtype = getattr(torch, model.dtype)
     if model.name_or_path is not None:
-        return _pretrained(model.name_or_path, dtype, vocab_size)
+        return _pretrained(model, vocab_size)
     torch.manual_seed(seed)
     shape = {
         "vocab_size": vocab_size,
@@ -47,11 +47,50 @@ def make_model(model: Model, vocab_size: int, sequence_length: int, seed: int) -
     return MixtralForCausalLM(MixtralConfig(**shape, **experts)).to(dtype)
 
 
-def _pretrained(name: str, dtype: torch.dtype, vocab_size: int) -> Any:
+def with_adapters(model: Any, adapter: Adapter, seed: int) -> Any:
+    """Return the model under LoRA adapters, which alone are trained.
+
+    Args:
+        model: a causal LM; it is frozen.
+        adapter: the recipe's section.
+        seed: of the adapters' initialisation.
+
+    Raises:
+        gnmr.RecipeError: ``peft`` is missing, or ``target_modules`` names nothing in the model.
+    """
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise RecipeError("a recipe with an adapter needs peft: pip install 'gnmr[finetune]'") from error
+    targets = adapter.target_modules
+    config = LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise RecipeError(f"adapter.target_modules = {targets!r}: {error}") from error
+
+
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def _pretrained(model: Model, vocab_size: int) -> Any:
+    name = model.name_or_path
+    assert name is not None  # noqa: S101 (asked before)
+    try:
+        loaded = load_pretrained(name, dtype=model.dtype, device="cpu").model.train().requires_grad_(True)
+    except ValueError as error:
         raise RecipeError(f"model.name_or_path = {name!r} cannot be loaded: {error}") from error
+    for key in _SHAPE:
+        given, found = getattr(model, key), getattr(loaded.config, key, None)
+        if key in model.model_fields_set and found is not None and given not in (None, found):
+            raise RecipeError(f"model.{key} = {given}, and {name!r} has {found}: leave it out, or leave out the name")
     rows = loaded.get_input_embeddings().num_embeddings
     if rows < vocab_size:
         raise RecipeError(

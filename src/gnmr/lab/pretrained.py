@@ -116,6 +116,19 @@ def locate(name: str | Path, base: str | None = None) -> tuple[Path, Path]:
     return path, inner
 
 
+def load_tokenizer(name: str | Path) -> Any:
+    """Load a tokenizer of ``transformers``: from a folder, a ``.gguf`` file or a folder with one, or the hub.
+
+    Raises:
+        ValueError: it cannot be loaded, is no fast one, or has no end-of-text token.
+    """
+    path = Path(name)
+    found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if len(found) == 1 and not (path / _CONFIG).exists():
+        return _tokenizer_of(str(found[0].parent), gguf_file=found[0].name)
+    return _tokenizer_of(str(name))
+
+
 def is_adapter(name: str | Path) -> bool:
     """Return whether a name leads to a folder with a PEFT adapter, or to a run that trained one."""
     return any((Path(name) / inner / _ADAPTER).exists() for inner in (".", runs.MODEL))

@@ -17,7 +17,7 @@ from gnmr.lab.arms import DEFAULT, check_options, parse_arm
 from gnmr.lab.library import hint as _hint
 from gnmr.lab.library import list_recipes, read_recipe
 from gnmr.lab.scales import Scale, at_scale
-from gnmr.lab.sections import ArmName, Data, Model, Optimizer, Run, Section, Stress, Units, VariantName
+from gnmr.lab.sections import Adapter, ArmName, Data, Model, Optimizer, Run, Section, Stress, Units, VariantName
 from gnmr.lab.stabilisers import check_fits
 from gnmr.lab.stress import stressed
 
@@ -37,6 +37,7 @@ class Recipe(Section):
         name: of the comparison's folder.
         description: one line.
         scale: at which it was read, or None for a recipe without scales; see :mod:`gnmr.lab.scales`.
+        adapter: LoRA adapters, for a fine-tuning run; None trains all parameters.
         paths: ``kind`` and the keyword arguments of that path class.
         policy: fields of :class:`gnmr.Policy`.
         variants: by name, fields that are other than in ``policy``, for the arms ``TRIGGER:NAME``.
@@ -48,6 +49,7 @@ class Recipe(Section):
     description: str = ""
     scale: Scale | None = None
     model: Model = Model()
+    adapter: Adapter | None = None
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     units: Units = Units()
@@ -74,6 +76,13 @@ class Recipe(Section):
             if arm.reference is not None and arm.reference not in self.arms:
                 raise ValueError(f"the arm {arm.name!r} is matched to {arm.reference!r}, which must be among the arms")
             check_options([arm], self.triggers, self.make_policy(arm.variant).resolve(self.run.steps))
+        if self.adapter is not None and self.units.watch == "weight":
+            raise ValueError(
+                "units.watch = 'weight', and the weights under adapters are frozen: set units.watch to 'adapter' or "
+                "'output_grad'"
+            )
+        if self.data.tokenizer == "model" and self.model.name_or_path is None:
+            raise ValueError("data.tokenizer = 'model', and model.name_or_path names no pre-trained model")
         if self.stress is not None and self.stress.first_step > self.run.steps:
             raise ValueError(
                 f"stress.first_step = {self.stress.first_step} is beyond run.steps = {self.run.steps}: no fault would "

@@ -2,7 +2,8 @@
 
 A recipe file has a section ``[scales.tiny]`` and ``[scales.small]`` with what is other there. A scale changes sizes
 and tokens and nothing else (:data:`SCALED`): the model's shape, the text and how it becomes tokens, batch, steps, and
-how often and on how much is evaluated. Never the learning rate, paths, thresholds, arms or seeds.
+how often and on how much is evaluated. Another shape than a pre-trained model's is that of a new one. Never the
+learning rate, paths, thresholds, arms or seeds.
 
 Two numbers follow by themselves, so that what they mean stays (here and in every variant of the policy): maxO keeps
 its share of the units, as the number of layers changes, and ``warmup_steps`` its share of the steps; both rounded. One
@@ -27,13 +28,17 @@ SCALED: dict[str, tuple[str, ...]] = {
     ),
     "data": (
         *("name", "config", "split", "validation_name", "validation_split", "text_column", "streaming"),
+        *("format", "prompt_column", "response_column"),
         *("tokenizer", "vocab_size", "sequence_length", "eval_sequences"),
     ),
     "run": ("steps", "batch_size", "gradient_accumulation", "eval_every", "save_every", "log_every"),
 }
 """What a scale may change, by section."""
 
-_OF_THE_TEXT = ("config", "split", "validation_name", "validation_split", "text_column", "streaming")
+_OF_THE_TEXT = (
+    *("config", "split", "validation_name", "validation_split", "text_column", "streaming"),
+    *("format", "prompt_column", "response_column"),
+)
 """Keys that describe the text called ``data.name``: another text brings its own."""
 
 
@@ -100,6 +105,9 @@ def _scaled(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     if "name" in changes.get("data", {}):
         data = {key: value for key, value in values.get("data", {}).items() if key not in _OF_THE_TEXT}
         values = values | {"data": data}
+    if "hidden_size" in changes.get("model", {}):
+        # A pre-trained model has the shape that it has: another shape is a new model.
+        values = values | {"model": {k: v for k, v in values.get("model", {}).items() if k != "name_or_path"}}
     found = merged(values, changes)
     layers = _ratio(found, values, "model", "num_hidden_layers", Model.model_fields["num_hidden_layers"].default)
     steps = _ratio(found, values, "run", "steps", Run.model_fields["steps"].default)

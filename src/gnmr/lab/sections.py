@@ -53,11 +53,22 @@ class Model(Section):
         return self
 
 
+class Adapter(Section):
+    """LoRA adapters (PEFT) on the frozen model; the defaults are the paper's, setting C."""
+
+    r: Positive = 8
+    alpha: Positive = 16
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.05
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+
 class Data(Section):
     """Text, how it becomes tokens, and what is held out.
 
     ``name`` is ``embedded``, a file, folder or glob (text, JSONL, Parquet), or a hub name. Held out is
-    ``validation_name`` (another file), or ``validation_split`` (of a hub's data set), or a twentieth.
+    ``validation_name`` (another file), or ``validation_split`` (of a hub's data set), or a twentieth. The tokenizer
+    ``model`` is the pre-trained model's own. The format ``instruction`` has a prompt and a response a row, or
+    ``messages``: see :mod:`gnmr.lab.instructions`.
     """
 
     name: str = "embedded"
@@ -65,7 +76,10 @@ class Data(Section):
     split: str = "train"
     validation_name: str | None = None
     validation_split: str | None = None
+    format: Literal["text", "instruction"] = "text"
     text_column: str = "text"
+    prompt_column: str = "prompt"
+    response_column: str = "response"
     streaming: bool = Field(default=False, strict=True)
     tokenizer: str = "bytes"
     vocab_size: Annotated[int, Field(ge=257, strict=True)] = 4096
@@ -78,6 +92,17 @@ class Data(Section):
             for key in ("config", "validation_name", "validation_split", "streaming"):
                 if getattr(self, key):
                     raise ValueError(f"{key} does not apply to the embedded text: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _instructions_are_whole(self) -> Self:
+        if self.format == "instruction":
+            if self.name == "embedded":
+                raise ValueError("format = 'instruction' needs rows with a prompt and a response: set name to a file")
+            if self.streaming:
+                raise ValueError("format = 'instruction' is read whole: set streaming = false")
+            if self.tokenizer in ("bytes", "bpe"):
+                raise ValueError("format = 'instruction' needs a pre-trained tokenizer: set tokenizer = 'model'")
         return self
 
 
@@ -98,6 +123,7 @@ class Units(Section):
     """Which parts of the model are units: see :func:`gnmr.find_units`."""
 
     granularity: Literal["operator", "expert", "block"] = "operator"
+    watch: Literal["weight", "adapter", "output_grad"] = "weight"
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
 

@@ -1,6 +1,6 @@
 """Documents, from local files or a hub, through ``datasets``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, Self
@@ -24,20 +24,8 @@ class Texts:
         self._rows, self._name, self._column = rows, name, column
 
     def __iter__(self) -> Iterator[bytes]:
-        rows = iter(self._rows)
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except _UNREADABLE as error:
-                raise _unreadable(self._name, error) from error
-            if self._column not in row:
-                raise RecipeError(
-                    f"{self._name!r} has no column {self._column!r}; its columns are {', '.join(row)}: set "
-                    "data.text_column"
-                )
-            text = row[self._column]
+        for row in rows_of(self._rows, self._name):
+            text = cell(row, self._column, self._name, "text_column")
             if text is not None and str(text).strip():
                 yield str(text).encode()
 
@@ -65,6 +53,39 @@ def texts_of(data: Data, name: str, split: str) -> Texts:
     Raises:
         gnmr.RecipeError: it is missing or unreadable; with its name.
     """
+    return Texts(load_rows(data, name, split), name, data.text_column)
+
+
+def rows_of(rows: Any, name: str) -> Iterator[dict[str, Any]]:
+    """Read the rows of a data set.
+
+    Raises:
+        gnmr.RecipeError: one cannot be read; with the set's name.
+    """
+    left = iter(rows)
+    while True:
+        try:
+            row = next(left)
+        except StopIteration:
+            return
+        except _UNREADABLE as error:
+            raise _unreadable(name, error) from error
+        yield row
+
+
+def cell(row: Mapping[str, Any], column: str, name: str, key: str) -> Any:
+    """Return a row's value.
+
+    Raises:
+        gnmr.RecipeError: there is no such column; the message names those that there are, and the recipe's key.
+    """
+    if column not in row:
+        raise RecipeError(f"{name!r} has no column {column!r}; its columns are {', '.join(row)}: set data.{key}")
+    return row[column]
+
+
+def load_rows(data: Data, name: str, split: str) -> Any:
+    """Open a data set as rows; see :func:`texts_of`."""
     datasets.disable_progress_bars()
     files = _local_files(name)
     if files is None:
@@ -76,10 +97,9 @@ def texts_of(data: Data, name: str, split: str) -> Texts:
     else:
         raise RecipeError(f"{name!r} is a local file, which has no split {split!r}: set data.validation_name")
     try:
-        rows = datasets.load_dataset(**source, split=split, streaming=data.streaming)
+        return datasets.load_dataset(**source, split=split, streaming=data.streaming)
     except _UNREADABLE as error:
         raise _unreadable(name, error) from error
-    return Texts(rows, name, data.text_column)
 
 
 def _unreadable(name: str, error: BaseException) -> RecipeError:

@@ -131,16 +131,13 @@ def _trained(vocab_size: int, corpus: Sequence[bytes]) -> FastTokenizer:
 
 
 def _pretrained(name: str) -> FastTokenizer:
-    from transformers import AutoTokenizer
+    from gnmr.lab.pretrained import load_tokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        loaded = load_tokenizer(name)
+    except ValueError as error:
         raise RecipeError(
             f"data.tokenizer = {name!r} is neither 'bytes' nor 'bpe', nor can it be loaded (without a network, name a "
-            f"folder that holds it): {' '.join(str(error).split())}"
+            f"folder that holds it): {error}"
         ) from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None or loaded.eos_token_id is None:
-        raise RecipeError(f"data.tokenizer = {name!r} must be a fast tokenizer with an end-of-text token")
-    return FastTokenizer(name, backend, int(loaded.eos_token_id))
+    return FastTokenizer(name, loaded.backend_tokenizer, int(loaded.eos_token_id))

@@ -25,7 +25,7 @@ from gnmr.lab import runs
 from gnmr.lab.arms import Arm, Factory, make_trigger, parse_arm
 from gnmr.lab.data import Corpus, load_corpus
 from gnmr.lab.environment import environment
-from gnmr.lab.model import make_model
+from gnmr.lab.model import make_model, with_adapters
 from gnmr.lab.recipe import Recipe, load_recipe
 from gnmr.lab.stabilisers import SETTINGS, check_fits, make_optimizer, max_grad_norm
 from gnmr.lab.stress import schedule
@@ -205,6 +205,8 @@ def _make_trainer(
     recipe: Recipe, arm: Arm, seed: int, folder: Path, corpus: Corpus, recorder: Recorder, audit: Audit | None
 ) -> RunTrainer:
     model = make_model(recipe.model, corpus.vocab_size, recipe.data.sequence_length, seed)
+    if recipe.adapter is not None:
+        model = with_adapters(model, recipe.adapter, seed)
     trainer = RunTrainer(
         model=model,
         args=_arguments(recipe, arm, seed, folder),

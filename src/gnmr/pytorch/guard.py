@@ -38,8 +38,9 @@ from gnmr.policy import Policy
 from gnmr.pytorch.distributed import Group, all_sum, default_group, is_first
 from gnmr.pytorch.ledger import Ledger
 from gnmr.pytorch.monitor import Monitor, Reading, by_place
+from gnmr.pytorch.outputs import OutputGradients
 from gnmr.pytorch.signals import Signal, make_signal
-from gnmr.pytorch.units import FilterFn, Granularity, Unit, find_units
+from gnmr.pytorch.units import FilterFn, Granularity, Unit, Watch, find_units
 
 if TYPE_CHECKING:
     from gnmr.trace import TraceWriter
@@ -68,6 +69,7 @@ class Guard:
         include: see there.
         exclude: see there.
         granularity: see there.
+        watch: see there; ``"adapter"`` and ``"output_grad"`` are for frozen operators under PEFT.
         total_steps: the length of the run, for a policy whose schedule is in fractions of it.
         monitor_only: decide and record, and switch nothing.
         trigger: makes the controller; the default is the paper's, :mod:`gnmr.triggers` has others.
@@ -110,6 +112,7 @@ class Guard:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] = (),
         granularity: Granularity = "operator",
+        watch: Watch = "weight",
         total_steps: int | None = None,
         monitor_only: bool = False,
         trigger: Trigger = Controller,
@@ -125,7 +128,7 @@ class Guard:
                 "or pass monitor_only=True"
             )
         self.units: tuple[Unit, ...] = find_units(
-            model, filter_fn=filter_fn, include=include, exclude=exclude, granularity=granularity
+            model, filter_fn=filter_fn, include=include, exclude=exclude, granularity=granularity, watch=watch
         )
         names = [unit.name for unit in self.units]
         self.policy = policy if total_steps is None else policy.resolve(total_steps)
@@ -137,7 +140,9 @@ class Guard:
         self.step_seconds = 0.0
         """How long the last :meth:`step` took, the wait for the gradients on an accelerator included."""
         self._group = default_group() if process_group is None else process_group
-        self._monitor = Monitor(model, self.units, self._group)
+        at_outputs = any(unit.outputs for unit in self.units)
+        self._outputs = OutputGradients(self.units, self._on_backward) if at_outputs else None
+        self._monitor = Monitor(model, self.units, self._group, self._outputs)
         self._plan = np.zeros(len(names), dtype=np.bool_)
         self._last: tuple[Reading, Decision] | None = None
         self._reading: Reading | None = None
@@ -237,7 +242,8 @@ class Guard:
         scale = 1.0 if scaler is None else _unscale(scaler, optimizer)
         # Where the gradients are clipped as well, all norms come from one pass and one all-reduce.
         total = self._clips or scaler is not None
-        reading = self._monitor.read(scale, total=total, fresh=self._fresh)
+        at_outputs = 1.0 if scaler is None else float(scaler.get_scale())
+        reading = self._monitor.read(scale, at_outputs=at_outputs, total=total, fresh=self._fresh)
         if not reading.fresh or not reading.observed.any():
             return self._not_fresh(bool(reading.observed.any()))
         self._fresh = False
@@ -248,6 +254,7 @@ class Guard:
         if scaler is not None and self._scaler_skips(reading):
             return None
         signal = () if self._signal is None else (self._signal_of(self._signal, reading),)
+        self._forget_probes()
         decision = self.controller.update(reading.norms, reading.observed, *signal)
         self._last = (reading, decision)
         self._note(decision)
@@ -369,6 +376,8 @@ class Guard:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
+            if self._outputs is not None:
+                self._outputs.close()
             if self._signal is not None:
                 self._signal.close()
             if self.paths is not None:
@@ -386,7 +395,7 @@ class Guard:
         mode = ", monitor_only" if self.monitor_only else ""
         return f"Guard({len(self.units)} units, {self.paths!r}, {self.policy!r}{mode})"
 
-    def _on_backward(self, param: Tensor) -> None:
+    def _on_backward(self, param: Tensor | None = None) -> None:
         self._fresh = True
 
     def _not_fresh(self, has_gradient: bool) -> Decision | None:
@@ -436,8 +445,14 @@ class Guard:
             return signal
         known = ~np.isnan(signal)
         mine = np.concatenate([np.where(known, signal, 0.0), known])
-        total, count = np.split(all_sum(mine, self.units[0].params[0].device, self._group), 2)
+        total, count = np.split(all_sum(mine, self._monitor.device, self._group), 2)
         return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+    def _forget_probes(self) -> None:
+        """Drop what a signal's own backwards left at the outputs."""
+        if self._outputs is not None and self._outputs.heard:
+            self._outputs.forget()
+            self._fresh = False
 
     def _scaler_skips(self, reading: Reading) -> bool:
         bad = reading.observed & ~np.isfinite(reading.norms)

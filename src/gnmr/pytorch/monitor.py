@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gnmr.pytorch.distributed import Group, all_sum, first_row, local_part, share
+from gnmr.pytorch.outputs import OutputGradients
 from gnmr.pytorch.units import Unit
 
 Floats = NDArray[np.float64]
@@ -46,6 +47,7 @@ class Monitor:
         model: the whole model.
         units: N units; a parameter that several of them share enters each of their norms, and once the total.
         group: the process group that shares the decision, or None.
+        outputs: of units that are watched at their outputs, in place of their parameters.
 
     Examples:
         >>> from gnmr.pytorch.units import find_units
@@ -55,8 +57,11 @@ class Monitor:
         [5.0]
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], group: Group = None) -> None:
-        self._group = group
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], group: Group = None, outputs: OutputGradients | None = None
+    ) -> None:
+        self._group, self._outputs = group, outputs
+        self.device = next(model.parameters()).device
         self._params = tuple(dict.fromkeys(p for unit in units for p in unit.params))
         inside = set(self._params)
         # Frozen ones too: they have no gradient, until somebody unfreezes them.
@@ -75,8 +80,8 @@ class Monitor:
         place = {p: int(first[i]) for i, p in enumerate(self._params)}
         pairs = [(place[piece.param] + (piece.row or 0), unit.index) for unit in units for piece in unit.pieces]
         # (pairs,) indices: row of a parameter -> unit. Without a shared parameter it is one pair a row.
-        self._of_pair = np.array([row for row, _ in pairs])
-        self._unit_of_pair = np.array([unit for _, unit in pairs])
+        self._of_pair = np.array([row for row, _ in pairs], dtype=np.int64)
+        self._unit_of_pair = np.array([unit for _, unit in pairs], dtype=np.int64)
         self._n_units = len(units)
 
     def replaced(self) -> str | None:
@@ -84,7 +89,9 @@ class Monitor:
         return next((name for params, name, param in self._places if params.get(name) is not param), None)
 
     def has_gradient(self) -> bool:
-        """Return whether any parameter of a unit has a gradient on this rank."""
+        """Return whether any unit has a gradient on this rank."""
+        if self._outputs is not None:
+            return self._outputs.heard
         return any(gradient(param) is not None for param in self._params)
 
     def gradients(self) -> list[Tensor]:
@@ -92,11 +99,12 @@ class Monitor:
         grads = map(gradient, (*self._params, *self._rest))
         return [local_part(grad) for grad in grads if grad is not None]
 
-    def read(self, scale: float = 1.0, *, total: bool = False, fresh: bool = True) -> Reading:
+    def read(self, scale: float = 1.0, *, at_outputs: float = 1.0, total: bool = False, fresh: bool = True) -> Reading:
         """Read the norms of this step's gradients.
 
         Args:
-            scale: a live loss scale, to divide by.
+            scale: a live loss scale of the parameters' gradients, to divide by.
+            at_outputs: the loss scale of the gradients at outputs, which nobody unscales.
             total: read the parameters outside the units too, in the same pass.
             fresh: whether this rank saw a backward since the last reading.
         """
@@ -105,16 +113,20 @@ class Monitor:
         with np.errstate(over="ignore", invalid="ignore"):
             squares = np.square(parts, where=shares > 0, out=np.zeros_like(parts)) * shares
         n = self._n_units
-        summed = np.bincount(self._unit_of_pair, squares[self._of_pair], minlength=n)
-        seen = np.bincount(self._unit_of_pair, shares[self._of_pair], minlength=n)
-        mine = np.concatenate([summed, seen, [squares.sum(), float(fresh)]])
-        sums = all_sum(mine, self._params[0].device, self._group)
+        of_units = (self._sums(squares), self._sums(shares)) if self._outputs is None else self._outputs.read()
+        mine = np.concatenate([*of_units, [squares.sum(), float(fresh)]])
+        sums = all_sum(mine, self.device, self._group)
         observed = sums[n : 2 * n] > 0
-        norms = np.where(observed, np.sqrt(sums[:n]) / scale, np.nan)
+        norms = np.where(observed, np.sqrt(sums[:n]) / (scale if self._outputs is None else at_outputs), np.nan)
         whole = None
         if total:
             whole = float(np.sqrt(sums[-2]) if self._group is not None else self._as_torch(parts, shares)) / scale
         return Reading(norms, observed, whole, bool(sums[-1] > 0))
+
+    def _sums(self, of_rows: Floats) -> Floats:
+        """Return (N,) sums over the units' pieces."""
+        found = np.bincount(self._unit_of_pair, of_rows[self._of_pair], minlength=self._n_units)
+        return np.asarray(found, dtype=np.float64)
 
     def _parts(self, params: Sequence[nn.Parameter]) -> tuple[Floats, Floats]:
         """Return (Q,) norms of what this rank holds, and (Q,) its shares in the sums, 0 where there is nothing."""

@@ -101,9 +101,14 @@ class MicroBatchNoise(Signal):
 
     Args:
         units: N units.
+
+    Raises:
+        ValueError: units that are watched at their outputs, which have no parameters to take gradients of.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
+        if any(unit.outputs for unit in units):
+            raise ValueError("the trigger 'gsnr' compares gradients of parameters: watch='output_grad' has none")
         self._units = units
         self._before: dict[nn.Parameter, Tensor] = {}
         self._squares: dict[nn.Parameter, list[Tensor]] = {}

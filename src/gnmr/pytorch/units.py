@@ -42,6 +42,8 @@ _WRAPPERS = frozenset(["_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 FilterFn = Callable[[nn.Module, str], bool]
 Granularity = Literal["operator", "expert", "block"] | Callable[[str], str] | Mapping[str, Sequence[str]]
+Watch = Literal["weight", "adapter", "output_grad"]
+"""Whose gradient is a unit's: its weights', its adapters', or that of its output."""
 
 
 class Piece(NamedTuple):
@@ -73,6 +75,8 @@ class Operator:
     fqn: str
     module: nn.Module
     _own_forward: Any = field(default=None, repr=False)
+    _tuner: nn.Module | None = field(default=None, repr=False)
+    """PEFT's layer around the module, which holds its adapters."""
 
     @property
     def transposed(self) -> bool:
@@ -109,6 +113,13 @@ class Operator:
         else:
             found = [Piece(param, None) for param in self.module.parameters()]
         return [piece for piece in found if piece.param.requires_grad]
+
+    def adapters(self) -> list[Piece]:
+        """Return what is trainable of the adapters that PEFT has put around the operator."""
+        if self._tuner is None:
+            return []
+        own = set(self.module.parameters())
+        return [Piece(param, None) for param in self._tuner.parameters() if param.requires_grad and param not in own]
 
     def take_over(self) -> None:
         """Make the model run the operator by its module, where it does not anyway: stacked experts.
@@ -147,12 +158,14 @@ class Unit:
         index: its place in forward order, and in every (N,) array.
         operators: at least one.
         pieces: the trainable parameters, or rows of them, whose gradient is the unit's, each once.
+        outputs: the modules whose output's gradient is the unit's, in place of that of parameters.
     """
 
     name: str
     index: int
     operators: tuple[Operator, ...]
     pieces: tuple[Piece, ...]
+    outputs: tuple[nn.Module, ...] = ()
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
@@ -167,6 +180,7 @@ def find_units(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] = (),
     granularity: Granularity = "operator",
+    watch: Watch = "weight",
 ) -> tuple[Unit, ...]:
     """Find the units of a model.
 
@@ -182,13 +196,17 @@ def find_units(
         granularity: ``"operator"``: each linear is a unit; ``"expert"``: an expert of a mixture is one, with its
             linears, and every other linear too; ``"block"``: a decoder layer is one, with all its eligible linears; a
             function from FQN to group name; or a mapping from group name to FQN globs.
+        watch: whose gradient norm is a unit's: ``"weight"``, of its operators' trainable parameters; ``"adapter"``, of
+            the trainable parameters that PEFT put around its operators (LoRA's A and B), for frozen ones;
+            ``"output_grad"``, of the loss with respect to its output: a block's, or else its operators'.
 
     Returns:
         Units in the order of the model's modules.
 
     Raises:
         gnmr.UnitError: nothing matches (the message lists the linears that there are), a unit has no
-            trainable parameter, or a group of the mapping matches nothing or overlaps another.
+            trainable parameter or no adapter, or a group of the mapping matches nothing or overlaps another.
+        ValueError: an unknown ``granularity`` or ``watch``.
 
     Examples:
         >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(4, 4)})])})
@@ -205,17 +223,15 @@ def find_units(
     if not chosen:
         raise UnitError(_nothing_matches(linears, filter_fn, wanted, unwanted))
     groups = _group(chosen, granularity)
-    units = [
-        Unit(name, index, tuple(operators), tuple(dict.fromkeys(piece for op in operators for piece in op.pieces())))
+    of_unit = _watched(model, watch)
+    units = tuple(
+        Unit(name, index, tuple(operators), *of_unit(name, operators))
         for index, (name, operators) in enumerate(groups.items())
-    ]
-    frozen = [unit.name for unit in units if not unit.pieces]
-    if frozen:
-        raise UnitError(
-            f"unit {frozen[0]!r} has no trainable parameter ({len(frozen)} of {len(units)} units), "
-            "so it has no gradient to watch: leave it out with exclude=..., or unfreeze it" + _adapters(linears)
-        )
-    return tuple(units)
+    )
+    silent = [unit.name for unit in units if not unit.pieces and not unit.outputs]
+    if silent:
+        raise UnitError(_NO_GRADIENT[watch].format(silent[0], len(silent), len(units)) + _other_watch(chosen, watch))
+    return units
 
 
 def canonical_fqn(name: str) -> str:
@@ -254,7 +270,9 @@ def expert_of(fqn: str) -> str | None:
 
 def _linears(model: nn.Module) -> list[Operator]:
     found = []
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        tuner = _tuner(name, modules)
         if is_linear(module):
             members = [("", module)]
         elif is_stacked(module):
@@ -263,7 +281,16 @@ def _linears(model: nn.Module) -> list[Operator]:
             continue
         for suffix, member in members:
             _sweep(member)
-            found.append(Operator(canonical_fqn(name) + suffix, member, member.__dict__.get("forward")))
+            found.append(Operator(canonical_fqn(name) + suffix, member, member.__dict__.get("forward"), tuner))
+    return found
+
+
+def _tuner(name: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """Return PEFT's outermost layer around a module, or None."""
+    found = None
+    while name.rpartition(".")[2] == "base_layer":
+        name = name.rpartition(".")[0]
+        found = modules[name]
     return found
 
 
@@ -336,11 +363,37 @@ def _by_globs(operators: list[Operator], groups: Mapping[str, Sequence[str]]) ->
     return dict(sorted(found.items(), key=lambda item: first[item[1][0].fqn]))
 
 
-def _adapters(linears: list[Operator]) -> str:
-    """Say how to watch LoRA's adapters instead of the frozen operators that they stand beside."""
-    if not any(".lora_A." in op.fqn for op in linears):
+def _watched(
+    model: nn.Module, watch: Watch
+) -> Callable[[str, list[Operator]], tuple[tuple[Piece, ...], tuple[nn.Module, ...]]]:
+    """Return what gives a unit's pieces and outputs by its name and operators."""
+    if watch == "output_grad":
+        modules: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            modules.setdefault(canonical_fqn(name), module)  # the outermost, with its wrappers
+        return lambda name, operators: (
+            (),
+            (modules[name],) if name in modules else tuple(modules.get(op.fqn, op.module) for op in operators),
+        )
+    if watch not in ("weight", "adapter"):
+        raise ValueError(f"watch must be 'weight', 'adapter' or 'output_grad', got {watch!r}")
+    of = Operator.pieces if watch == "weight" else Operator.adapters
+    return lambda _, operators: (tuple(dict.fromkeys(piece for op in operators for piece in of(op))), ())
+
+
+_NO_GRADIENT: dict[str, str] = {
+    "weight": "unit {!r} has no trainable parameter ({} of {} units), so it has no gradient to watch: leave it out "
+    "with exclude=..., or unfreeze it",
+    "adapter": "unit {!r} has no trainable adapter ({} of {} units), so it has no gradient to watch: leave it out with "
+    "exclude=..., give it one (target_modules of peft), or pass watch='output_grad'",
+}
+
+
+def _other_watch(operators: list[Operator], watch: Watch) -> str:
+    """Say how frozen operators with adapters are watched."""
+    if watch != "weight" or not any(op.adapters() for op in operators):
         return ""
-    return "; to watch the adapters of a PEFT model, pass include='*.lora_[AB].*'"
+    return "; to watch the adapters that PEFT put around it, pass watch='adapter'"
 
 
 def _names(linears: list[Operator]) -> list[str]:
