@@ -69,7 +69,7 @@ def test_choices_are_scored_as_by_a_plain_loop(task, shots, data, toys, tmp_path
         assert row["metrics"]["gold_loglikelihood"] == row["loglikelihoods"][question.gold]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(
@@ -149,6 +149,7 @@ def test_answers_are_those_of_a_plain_greedy_loop():
     assert len(cut[0]) <= 3
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(min_size=1, max_size=60), st.integers(1, 20), st.integers(1, 20))
 def test_windows_predict_every_token_once(text, length, stride):
     stride = min(stride, length)

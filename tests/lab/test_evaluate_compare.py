@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -71,6 +71,7 @@ def test_perplexity_is_of_tokens_and_its_error_of_windows():
     assert summarise(windows([-9e3], [10]))["metrics"]["perplexity"] == {"value": "inf", "se": None}
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=40))
 def test_accuracies_are_compared_where_they_differ(pairs):
     a, b = (np.array(each, dtype=float) for each in zip(*pairs, strict=True))
@@ -125,7 +126,8 @@ def test_other_items_are_not_compared():
     assert notes[0].startswith("piqa: b is not compared with a: they have not been asked the same items")
 
 
-@given(st.lists(st.floats(0, 1), max_size=12))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(0, 1000).map(lambda p: p / 1000), max_size=12))
 def test_holm_rejects_as_by_its_steps(values):
     found = [pair["p_holm"] for pair in holm([{"p": p} for p in values])]
 

@@ -68,8 +68,8 @@ def load_pretrained(
         base: the base model of an adapter, if it is not where ``adapter_config.json`` says.
 
     Raises:
-        ValueError: the name leads to none of these, a file in it cannot be read, or ``base`` is given without an
-            adapter.
+        ValueError: the name leads to none of these, a file in it cannot be read, ``base`` is given without an adapter,
+            or the device cannot be used.
         gnmr.RunError: a run's folder that has not come to its end.
         ModuleNotFoundError: a GGUF file without ``gguf``, an adapter without ``peft``.
 
@@ -82,8 +82,8 @@ def load_pretrained(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     path, inner = locate(name, base)
+    place = _usable(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, tokenizer = _load(path, inner, dtype, base)
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Pretrained(model.to(place).eval().requires_grad_(False), tokenizer, str(name))
 
 
@@ -176,6 +176,13 @@ def _wrapped(backend: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **_END)
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # of another build of torch
+        raise ValueError(f"the device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _load(path: Path, inner: Path, dtype: str, base: str | None) -> tuple[Any, Any]:
