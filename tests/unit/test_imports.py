@@ -37,7 +37,7 @@ PUBLIC_TO_LAB = {
 }
 NAMES = {
     *("Controller", "Decision", "Ema", "Policy", "State", "Window", "controller"),
-    *("CustomPaths", "Guard", "Paths", "SavedActivations", "Simulated", "find_units"),
+    *("CustomPaths", "Float8", "Guard", "Paths", "SavedActivations", "Simulated", "find_units"),
     *("GnmrError", "GuardError", "PathError", "RecipeError", "RunError", "StateError", "TraceError", "UnitError"),
     "GnmrWarning",
 }

@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from gnmr import Paths, Policy, SavedActivations, Simulated
+from gnmr import Float8, Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
 from gnmr.lab.arms import DEFAULT, check_options, parse_arm
 from gnmr.lab.library import hint as _hint
@@ -23,7 +23,11 @@ from gnmr.lab.stress import stressed
 
 __all__ = ["Recipe", "list_recipes", "load_recipe"]
 
-_PATHS: dict[str, type[Paths]] = {"saved_activations": SavedActivations, "simulated": Simulated}
+_PATHS: dict[str, type[Paths]] = {
+    "saved_activations": SavedActivations,
+    "simulated": Simulated,
+    "float8": Float8,
+}
 
 
 class Recipe(Section):
@@ -105,7 +109,7 @@ class Recipe(Section):
         """Return fresh paths, with the recipe's faults if it has a stress section.
 
         Args:
-            seed: of stochastic rounding, where the recipe names none.
+            seed: of stochastic rounding, where the paths have it and the recipe names none.
             exact: paths that cast nothing, in the recipe's place, and without its faults.
         """
         if exact:
@@ -116,7 +120,8 @@ class Recipe(Section):
             raise ValueError(f"paths.kind must be one of {', '.join(_PATHS)}, got {kind!r}{_hint(kind, _PATHS)}")
         known = list(inspect.signature(_PATHS[kind]).parameters)
         _check_keys("paths", options, known)
-        options.setdefault("seed", seed)
+        if "seed" in known:
+            options.setdefault("seed", seed)
         wrap: Callable[[type[Paths]], type[Any]] = lambda kind: kind  # noqa: E731
         if self.stress is not None:
             wrap = partial(stressed, fault=self.stress.kind, factor=self.stress.factor, at=self.stress.at)
