@@ -28,6 +28,7 @@ from gnmr.policy import Window as Window
 if TYPE_CHECKING:
     from gnmr.paths.base import Paths as Paths
     from gnmr.paths.custom import CustomPaths as CustomPaths
+    from gnmr.paths.float8 import Float8 as Float8
     from gnmr.paths.int8 import Int8 as Int8
     from gnmr.paths.saved_activations import SavedActivations as SavedActivations
     from gnmr.paths.simulated import Simulated as Simulated
@@ -39,6 +40,7 @@ __version__ = version("gnmr")
 
 _LAZY = {
     "CustomPaths": "gnmr.paths.custom",
+    "Float8": "gnmr.paths.float8",
     "Guard": "gnmr.pytorch.guard",
     "Int8": "gnmr.paths.int8",
     "Paths": "gnmr.paths.base",

@@ -194,6 +194,12 @@ def _simulated(device: "torch.device") -> Trial:
     return Trial(gnmr.Simulated(), _layers(device))
 
 
+def _float8(device: "torch.device") -> Trial:
+    import gnmr
+
+    return Trial(gnmr.Float8(), _layers(device))
+
+
 def _int8(device: "torch.device") -> Trial:
     import gnmr
 
@@ -223,6 +229,7 @@ def _transformer_engine(device: "torch.device") -> Trial:
 TRIALS: dict[str, Callable[["torch.device"], Trial]] = {
     "SavedActivations": _saved_activations,
     "Simulated": _simulated,
+    "Float8": _float8,
     "Int8": _int8,
     "CustomPaths": _custom,
     "TransformerEngine": _transformer_engine,

@@ -40,7 +40,8 @@ PUBLIC_TO_LAB = {
 }
 NAMES = {
     *("Controller", "Decision", "Ema", "Policy", "State", "Window", "controller"),
-    *("CustomPaths", "Guard", "Int8", "Paths", "SavedActivations", "Simulated", "TransformerEngine", "find_units"),
+    *("CustomPaths", "Float8", "Guard", "Int8", "Paths", "SavedActivations", "Simulated", "TransformerEngine"),
+    "find_units",
     *("GnmrError", "GuardError", "PathError", "RecipeError", "RunError", "StateError", "TraceError", "UnitError"),
     "GnmrWarning",
 }

@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from gnmr import Int8, Paths, Policy, SavedActivations, Simulated
+from gnmr import Float8, Int8, Paths, Policy, SavedActivations, Simulated
 from gnmr.errors import RecipeError
 from gnmr.lab.arms import DEFAULT, check_options, parse_arm
 from gnmr.lab.library import hint as _hint
@@ -27,6 +27,7 @@ _PATHS: dict[str, type[Paths]] = {
     "saved_activations": SavedActivations,
     "simulated": Simulated,
     "int8": Int8,
+    "float8": Float8,
 }
 
 
@@ -118,7 +119,7 @@ class Recipe(Section):
         """Return fresh paths, with the recipe's faults if it has a stress section.
 
         Args:
-            seed: of stochastic rounding, where the recipe names none.
+            seed: of stochastic rounding, where the paths have it and the recipe names none.
             exact: paths that cast nothing, in the recipe's place, and without its faults.
         """
         if exact:

@@ -340,11 +340,12 @@ class _Route:
 
 
 @torch.library.custom_op("gnmr::tick", mutates_args={"calls"})
-def _tick(calls: Tensor, path: int) -> None:
+def tick(calls: Tensor, path: int) -> None:
+    """Count a forward in a compiled graph, which has no Python to count with."""
     calls[path] += 1
 
 
-@_tick.register_fake
+@tick.register_fake
 def _(calls: Tensor, path: int) -> None:
     return None
 
@@ -354,7 +355,7 @@ def _forward(paths: OperatorPaths, operator: Operator, route: _Route, x: Tensor)
         return operator.plain(x)
     path = HIGH if route.recover else LOW
     if torch.compiler.is_compiling():
-        _tick(route.calls, path)  # a graph has no Python to count with
+        tick(route.calls, path)
     else:
         route.tick(path)
     return paths.high(operator, x) if path == HIGH else paths.low(operator, x)
