@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("torchao") else ["src/gnmr/paths/float8.py"]
+collect_ignore = [] if find_spec("torchao") else ["src/gnmr/paths/float8.py", "src/gnmr/paths/_torchao.py"]

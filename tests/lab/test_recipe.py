@@ -29,7 +29,7 @@ WRONG = [
     ("policy.max_active=-1", "policy.max_active must be an int >= 0, got -1"),
     ("policy.alpha=0", "policy.alpha must be a finite number > 0"),
     ("policy.alpha=[[0.0, 1.5], [0.01, 1.1]]", "two pieces that begin at step 1 of a run of 10 steps"),
-    ("paths.kind='simulate'", "paths.kind must be one of saved_activations, simulated, int8, got 'simulate'"),
+    ("paths.kind='simulate'", "paths.kind must be one of saved_activations, simulated, int8, float8, got 'simulate'"),
     ("paths.low='e2m2'", "unknown number format 'e2m2'"),
     ("paths.group_size='a'", "paths: group_size must be an int >= 1, got 'a'"),
     ("paths.scaling='delayed'", "paths: "),
@@ -123,3 +123,8 @@ def test_files_that_are_no_recipe(tmp_path):
             load_recipe(file)
         assert str(file) in str(error.value)
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_packaged_recipe_is_whole(name):
+    assert load_recipe(name).name == name

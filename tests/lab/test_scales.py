@@ -58,7 +58,7 @@ def test_the_paper_is_the_default_and_every_recipe_bears_its_name(name):
     assert recipe.name == name
     assert {"high", "low", "random"} <= set(recipe.arms)
     tokens = recipe.run.batch_size * recipe.run.gradient_accumulation * recipe.data.sequence_length
-    assert tokens == (1_048_576 if name == "paper/pangu-4bit" else 131_072)
+    assert tokens == {"paper/pangu-4bit": 1_048_576, "paper/c-13b": 32_768}.get(name, 131_072)
     assert recipe.run.steps % recipe.run.eval_every == 0
 
 

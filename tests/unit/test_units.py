@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from gnmr import UnitError, find_units
+from gnmr import GnmrWarning, UnitError, find_units
 from gnmr.pytorch.monitor import Monitor
 from gnmr.pytorch.units import canonical_fqn
 from toys import Toy
@@ -251,6 +251,17 @@ def test_tied_parameters_are_counted_once():
     assert reading.norms[0] == reading.norms[2] == pytest.approx(128**0.5)
     assert reading.total == pytest.approx(128**0.5)
     assert len(find_units(model, granularity={"up": "*.up_proj"})[0].params) == 3, "one weight and two biases"
+
+
+def test_stacked_experts_that_cannot_be_taken_apart_are_named():
+    model = Toy()
+    model.layers[1].experts = nn.Module()
+    model.layers[1].experts.down_proj = nn.Parameter(torch.zeros(2, 8, 8))
+
+    with pytest.warns(GnmrWarning, match=r"experts of 'layers\.1\.experts\.down_proj' are stacked"):
+        units = find_units(model)
+    assert len(units) == 4
+    assert len(find_units(model, include="*.up_proj")) == 2, "and nothing is said where they were not asked for"
 
 
 def test_a_module_used_twice_is_one_unit():

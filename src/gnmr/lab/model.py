@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from gnmr.errors import RecipeError
-from gnmr.lab.pretrained import load_pretrained
+from gnmr.lab.pretrained import load_model
 from gnmr.lab.sections import Adapter, Model
 
 
@@ -84,7 +84,7 @@ def _pretrained(model: Model, vocab_size: int) -> Any:
     name = model.name_or_path
     assert name is not None  # noqa: S101 (asked before)
     try:
-        loaded = load_pretrained(name, dtype=model.dtype, device="cpu").model.train().requires_grad_(True)
+        loaded = load_model(name, dtype=model.dtype)
     except ValueError as error:
         raise RecipeError(f"model.name_or_path = {name!r} cannot be loaded: {error}") from error
     for key in _SHAPE:

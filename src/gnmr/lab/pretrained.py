@@ -87,6 +87,22 @@ def load_pretrained(
     return Pretrained(model.to(place).eval().requires_grad_(False), tokenizer, str(name))
 
 
+def load_model(name: str | Path, *, dtype: str = "auto") -> Any:
+    """Load a plain causal language model, to be trained, without its tokenizer.
+
+    Args:
+        name: see :func:`load_pretrained`; not an adapter.
+        dtype: see there.
+
+    Raises:
+        ValueError, gnmr.RunError: see there.
+    """
+    _, inner = locate(name)
+    if is_adapter(inner):
+        raise ValueError(f"{name} is a PEFT adapter: name its base model")
+    return _from_gguf(inner, dtype)[0] if inner.suffix == ".gguf" else _from_transformers(str(inner), dtype)
+
+
 def locate(name: str | Path, base: str | None = None) -> tuple[Path, Path]:
     """Check that a name leads to a model, as far as can be told without loading it.
 

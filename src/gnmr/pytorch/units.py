@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnmr.errors import UnitError
+from gnmr.errors import GnmrWarning, UnitError
 from gnmr.pytorch.experts import ExpertLinear, experts_of, give_back, is_stacked, take_over
 
 PROJECTIONS = frozenset(
@@ -208,6 +209,9 @@ def find_units(
             trainable parameter or no adapter, or a group of the mapping matches nothing or overlaps another.
         ValueError: an unknown ``granularity`` or ``watch``.
 
+    Warns:
+        gnmr.GnmrWarning: the model has stacked experts that cannot be run one by one, and are left out.
+
     Examples:
         >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(4, 4)})])})
         >>> [unit.name for unit in find_units(model)]
@@ -222,6 +226,9 @@ def find_units(
     ]
     if not chosen:
         raise UnitError(_nothing_matches(linears, filter_fn, wanted, unwanted))
+    left_out = _unknown_experts(model, filter_fn, wanted)
+    if left_out:
+        warnings.warn(_LEFT_OUT.format(left_out[0], len(left_out)), GnmrWarning, stacklevel=2)
     groups = _group(chosen, granularity)
     of_unit = _watched(model, watch)
     units = tuple(
@@ -232,6 +239,26 @@ def find_units(
     if silent:
         raise UnitError(_NO_GRADIENT[watch].format(silent[0], len(silent), len(units)) + _other_watch(chosen, watch))
     return units
+
+
+_LEFT_OUT = (
+    "the experts of {!r} are stacked in a way that gnmr cannot run one by one ({} such parameters), so they are no "
+    "units and stay as they are: transformers' experts implementation is what it knows"
+)
+
+
+def _unknown_experts(model: nn.Module, filter_fn: FilterFn | None, include: tuple[str, ...] | None) -> list[str]:
+    """Return the parameters that hold several projections at once, would be eligible, and cannot be taken apart."""
+    if filter_fn is not None:
+        return []  # which is asked about linear operators only
+    stacks = [
+        canonical_fqn(f"{name}.{key}")
+        for name, module in model.named_modules()
+        if not is_linear(module) and not is_stacked(module)
+        for key, param in module._parameters.items()
+        if param is not None and param.ndim == 3 and key in PROJECTIONS
+    ]
+    return [fqn for fqn in stacks if include is None or any(fnmatchcase(fqn, glob) for glob in include)]
 
 
 def canonical_fqn(name: str) -> str:
