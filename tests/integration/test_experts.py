@@ -324,3 +324,36 @@ def test_the_own_gap_of_an_expert_is_that_of_its_rows():
     assert (gaps.own > 0).all()
     assert (gaps.own <= gaps.absolute * (1 + 1e-6)).all()
     assert np.unique(gaps.own.round(9)).size == EXPERTS * LAYERS
+
+
+def lora_of_parameters():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(make(), config)
+
+
+def test_stacked_experts_have_no_outputs_without_a_backend():
+    watched = {"granularity": "expert", "include": "*.experts.*", "watch": "output_grad"}
+
+    with pytest.raises(UnitError, match="is an expert of a stack .8 such units.*give paths"):
+        Guard(make(), None, Policy(max_active=1), monitor_only=True, **watched)
+
+    model = make()
+    with Guard(model, Simulated(low="int8"), Policy(max_active=1), **watched) as guard:
+        backward(model)
+        guard.step()
+        assert guard._last[0].observed.any(), "and with one they have"
+
+
+def test_one_adapter_of_all_experts_says_nothing_of_one():
+    model = lora_of_parameters()
+
+    with pytest.raises(UnitError, match="is one with that of all experts of its layer.*granularity='block'"):
+        find_units(model, granularity="expert", include="*.experts.*.down_proj", watch="adapter")
+    layers = find_units(model, granularity="block", include="*.experts.*.down_proj", watch="adapter")
+    assert [len(unit.params) for unit in layers] == [2] * LAYERS
+
+
+def test_the_factors_of_a_parameters_adapter_are_no_operators():
+    with pytest.raises(UnitError, match="no linear operator matches"):
+        find_units(lora_of_parameters(), include="*.lora_[AB].*")

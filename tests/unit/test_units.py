@@ -253,15 +253,21 @@ def test_tied_parameters_are_counted_once():
     assert len(find_units(model, granularity={"up": "*.up_proj"})[0].params) == 3, "one weight and two biases"
 
 
-def test_stacked_experts_that_cannot_be_taken_apart_are_named():
+@pytest.mark.parametrize(("kind", "key"), [("experts", "down_proj"), ("experts", "weights"), ("mlp", "w1")])
+def test_weights_outside_any_linear_operator_are_named(kind, key):
     model = Toy()
-    model.layers[1].experts = nn.Module()
-    model.layers[1].experts.down_proj = nn.Parameter(torch.zeros(2, 8, 8))
+    setattr(model.layers[1], kind, nn.Module())
+    setattr(getattr(model.layers[1], kind), key, nn.Parameter(torch.zeros(2, 8, 8)))
+    fqn = rf"layers\.1\.{kind}\.{key}"
 
-    with pytest.warns(GnmrWarning, match=r"experts of 'layers\.1\.experts\.down_proj' are stacked"):
+    with pytest.warns(GnmrWarning, match=rf"'{fqn}' is a weight outside any linear operator.*\(1 such"):
         units = find_units(model)
     assert len(units) == 4
-    assert len(find_units(model, include="*.up_proj")) == 2, "and nothing is said where they were not asked for"
+    with pytest.warns(GnmrWarning, match=fqn), pytest.raises(UnitError, match="no linear operator matches"):
+        find_units(model, include=f"*.{kind}.*")
+    # Nothing is said where they were not asked for.
+    assert len(find_units(model, include="*.up_proj")) == 2
+    assert len(find_units(model, exclude=f"*.{kind}.*")) == 4
 
 
 def test_a_module_used_twice_is_one_unit():

@@ -1,5 +1,7 @@
 """Units with frozen operators are watched by their adapters, or by the gradient at their output."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +183,17 @@ def test_detaching_takes_the_hooks_away():
     guard_of(model, "output_grad").detach()
 
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_copy_of_a_watched_model_is_heard_by_nobody():
+    model = lora()
+    guard = guard_of(model, "output_grad")
+    twin = copy.deepcopy(model)
+    loss_of(twin, tokens()).backward()
+
+    assert not guard._outputs.heard
+    with pytest.raises(gnmr.GuardError, match="no unit has a gradient"):
+        guard.step()
 
 
 def test_what_cannot_be_watched_is_an_error():

@@ -95,8 +95,10 @@ class Slot:
         param = self.param
         if isinstance(param, DequantizedWeight):
             return param.rows
+        # One that is computed at each forward (a parametrization, PEFT's adapter of a parameter) has no version to go by.
+        told = isinstance(param, nn.Parameter) and not param.is_inference()
         # Frozen ones move between host and device, and are the same.
-        version = None if param.is_inference() else (param._version, param.data_ptr() if param.requires_grad else 0)
+        version = (param._version, param.data_ptr() if param.requires_grad else 0) if told else None
         if self._rows is None or version is None or version != self._version:
             self._rows, self._version = quantize_rows(self.operator.weight.detach()), version
         return self._rows

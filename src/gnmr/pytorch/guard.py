@@ -32,10 +32,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gnmr.controller import Controller, Decision
-from gnmr.errors import GnmrWarning, GuardError, PathError, StateError, TraceError
+from gnmr.errors import GnmrWarning, GuardError, PathError, StateError, TraceError, UnitError
 from gnmr.paths.base import HIGH, LOW, Paths
 from gnmr.policy import Policy
 from gnmr.pytorch.distributed import Group, all_sum, default_group, is_first
+from gnmr.pytorch.experts import ExpertLinear
 from gnmr.pytorch.ledger import Ledger
 from gnmr.pytorch.monitor import Monitor, Reading, by_place
 from gnmr.pytorch.outputs import OutputGradients
@@ -83,7 +84,7 @@ class Guard:
         process_group: the ranks that share the decision; None takes all, where there are several.
 
     Raises:
-        gnmr.UnitError: see :func:`gnmr.find_units`.
+        gnmr.UnitError: see :func:`gnmr.find_units`; or experts are watched at their outputs without a backend.
         ValueError: no paths without ``monitor_only``, or a policy in fractions without ``total_steps``.
         gnmr.PathError: the backend, or the model, has another guard; or it lacks what the trigger needs.
         gnmr.TraceError: ``record`` is the stream of a run that is not finished.
@@ -130,6 +131,8 @@ class Guard:
         self.units: tuple[Unit, ...] = find_units(
             model, filter_fn=filter_fn, include=include, exclude=exclude, granularity=granularity, watch=watch
         )
+        if paths is None:
+            _check_outputs_run(self.units)
         names = [unit.name for unit in self.units]
         self.policy = policy if total_steps is None else policy.resolve(total_steps)
         self.controller = trigger(len(names), self.policy, names)
@@ -543,6 +546,17 @@ _WHOLE = (
     "limit it runs uncompiled. Compile its layers one by one (for layer in model.layers: layer.compile()), or "
     "pass monitor_only=True"
 )
+
+
+def _check_outputs_run(units: Sequence[Unit]) -> None:
+    """Refuse to watch at outputs that there are not: stacked experts run one by one for a backend only."""
+    unseen = [unit.name for unit in units if any(isinstance(module, ExpertLinear) for module in unit.outputs)]
+    if unseen:
+        raise UnitError(
+            f"unit {unseen[0]!r} is an expert of a stack ({len(unseen)} such units), and without a backend one kernel "
+            "runs them all, so that it has no output of its own to watch: give paths, pass granularity='block', or "
+            "leave them out with exclude='*.experts.*'"
+        )
 
 
 def _is_compiled_whole(model: nn.Module) -> bool:

@@ -147,7 +147,7 @@ class Monitor:
         return parts, shares
 
     def _as_torch(self, parts: Floats, shares: Floats) -> float:
-        """Sum the parts as ``clip_grad_norm_`` does, so that clipping is the same to the last bit."""
+        """Sum the parts as ``clip_grad_norm_`` does: the same to the last bit, but for the rows of stacked experts."""
         there = self._order[shares[self._order] > 0]
         return float(torch.linalg.vector_norm(torch.from_numpy(parts[there]).to(torch.float32)))
 

@@ -26,11 +26,12 @@ class OutputGradients:
         self._on_backward = on_backward
         self._squares: list[Tensor | None] = [None] * len(units)
         self._hooks = [
-            module.register_forward_hook(partial(self._follow, unit.index)) for unit in units for module in unit.outputs
+            module.register_forward_hook(_Hook(self, unit.index)) for unit in units for module in unit.outputs
         ]
 
     @torch.compiler.disable
-    def _follow(self, unit: int, module: nn.Module, args: Any, output: Any) -> None:
+    def follow(self, unit: int, output: Any) -> None:
+        """Hear of the gradient of what a unit returned."""
         # Under activation checkpointing one of the two forwards has no backward: its hook, if any, never runs.
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -69,3 +70,17 @@ class OutputGradients:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+class _Hook:
+    """What runs after a unit's forward; a copy of a module (an average of the weights, a saved model) hears nothing."""
+
+    def __init__(self, listener: OutputGradients | None = None, unit: int = 0) -> None:
+        self._listener, self._unit = listener, unit
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._listener is not None:
+            self._listener.follow(self._unit, output)
+
+    def __reduce__(self) -> "tuple[type[_Hook], tuple[()]]":
+        return (_Hook, ())

@@ -206,11 +206,13 @@ def find_units(
 
     Raises:
         gnmr.UnitError: nothing matches (the message lists the linears that there are), a unit has no
-            trainable parameter or no adapter, or a group of the mapping matches nothing or overlaps another.
+            trainable parameter or no adapter, or one that belongs to other experts too, or a group of the mapping
+            matches nothing or overlaps another.
         ValueError: an unknown ``granularity`` or ``watch``.
 
     Warns:
-        gnmr.GnmrWarning: the model has stacked experts that cannot be run one by one, and are left out.
+        gnmr.GnmrWarning: eligible weights are in no linear operator, as of experts that are stacked in a way that
+            cannot be run one by one, and are left out.
 
     Examples:
         >>> model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(4, 4)})])})
@@ -222,13 +224,13 @@ def find_units(
     chosen = [
         operator
         for operator in linears
-        if _eligible(operator, filter_fn, wanted) and not any(fnmatchcase(operator.fqn, glob) for glob in unwanted)
+        if _eligible(operator, filter_fn, wanted) and not _matches(operator.fqn, unwanted)
     ]
-    if not chosen:
-        raise UnitError(_nothing_matches(linears, filter_fn, wanted, unwanted))
-    left_out = _unknown_experts(model, filter_fn, wanted)
+    left_out = _left_out(model, filter_fn, wanted, unwanted)
     if left_out:
         warnings.warn(_LEFT_OUT.format(left_out[0], len(left_out)), GnmrWarning, stacklevel=2)
+    if not chosen:
+        raise UnitError(_nothing_matches(linears, filter_fn, wanted, unwanted))
     groups = _group(chosen, granularity)
     of_unit = _watched(model, watch)
     units = tuple(
@@ -238,27 +240,39 @@ def find_units(
     silent = [unit.name for unit in units if not unit.pieces and not unit.outputs]
     if silent:
         raise UnitError(_NO_GRADIENT[watch].format(silent[0], len(silent), len(units)) + _other_watch(chosen, watch))
+    if watch == "adapter":
+        _check_shared_adapters(units)
     return units
 
 
 _LEFT_OUT = (
-    "the experts of {!r} are stacked in a way that gnmr cannot run one by one ({} such parameters), so they are no "
-    "units and stay as they are: transformers' experts implementation is what it knows"
+    "{!r} is a weight outside any linear operator, as of experts that are stacked in another way than transformers' "
+    "experts implementation has them ({} such weights): it is no unit and stays as it is. Name it in exclude=... if "
+    "that is meant"
 )
 
 
-def _unknown_experts(model: nn.Module, filter_fn: FilterFn | None, include: tuple[str, ...] | None) -> list[str]:
-    """Return the parameters that hold several projections at once, would be eligible, and cannot be taken apart."""
+def _left_out(
+    model: nn.Module, filter_fn: FilterFn | None, include: tuple[str, ...] | None, exclude: tuple[str, ...]
+) -> list[str]:
+    """Return the weights of products that would be eligible, and that are in no operator."""
     if filter_fn is not None:
         return []  # which is asked about linear operators only
-    stacks = [
-        canonical_fqn(f"{name}.{key}")
+    held = [
+        canonical_fqn(name if key == "weight" else f"{name}.{key}")
         for name, module in model.named_modules()
         if not is_linear(module) and not is_stacked(module)
         for key, param in module._parameters.items()
-        if param is not None and param.ndim == 3 and key in PROJECTIONS
+        if param is not None and _is_projection(name, module, key, param)
     ]
-    return [fqn for fqn in stacks if include is None or any(fnmatchcase(fqn, glob) for glob in include)]
+    wanted = [fqn for fqn in held if (block_of(fqn) is not None if include is None else _matches(fqn, include))]
+    return [fqn for fqn in wanted if not _matches(fqn, exclude)]
+
+
+def _is_projection(name: str, module: nn.Module, key: str, param: nn.Parameter) -> bool:
+    """Whether a parameter has the name of a projection, or is a stack of matrices in what calls itself experts."""
+    stacked = param.ndim == 3 and "expert" in f"{name}.{type(module).__name__}".lower()
+    return stacked or (param.ndim >= 2 and key in PROJECTIONS)
 
 
 def canonical_fqn(name: str) -> str:
@@ -298,8 +312,11 @@ def expert_of(fqn: str) -> str | None:
 def _linears(model: nn.Module) -> list[Operator]:
     found = []
     modules = dict(model.named_modules())
+    factors = _factors(modules.values())
     for name, module in modules.items():
         tuner = _tuner(name, modules)
+        if module in factors:
+            continue
         if is_linear(module):
             members = [("", module)]
         elif is_stacked(module):
@@ -310,6 +327,13 @@ def _linears(model: nn.Module) -> list[Operator]:
             _sweep(member)
             found.append(Operator(canonical_fqn(name) + suffix, member, member.__dict__.get("forward"), tuner))
     return found
+
+
+def _factors(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the linears that nobody runs: PEFT's adapter of a parameter keeps its two factors in such."""
+    # peft.tuners.lora.layer.ParamWrapper is told by its name, so that peft is not needed.
+    wrappers = [module for module in modules if type(module).__name__ == "ParamWrapper"]
+    return {factor for wrapper in wrappers for pair in (wrapper.lora_A, wrapper.lora_B) for factor in pair.children()}  # type: ignore[union-attr]
 
 
 def _tuner(name: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -337,7 +361,11 @@ def _eligible(operator: Operator, filter_fn: FilterFn | None, include: tuple[str
         return block_of(operator.fqn) is not None and operator.fqn.split(".")[-1] in known
     if filter_fn is not None and not filter_fn(operator.module, operator.fqn):
         return False
-    return include is None or any(fnmatchcase(operator.fqn, glob) for glob in include)
+    return include is None or _matches(operator.fqn, include)
+
+
+def _matches(fqn: str, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(fqn, glob) for glob in globs)
 
 
 def _globs(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
@@ -378,7 +406,7 @@ def _by_globs(operators: list[Operator], groups: Mapping[str, Sequence[str]]) ->
     taken: dict[str, str] = {}
     for name, patterns in groups.items():
         globs = _globs(patterns) or ()
-        members = [op for op in operators if any(fnmatchcase(op.fqn, glob) for glob in globs)]
+        members = [op for op in operators if _matches(op.fqn, globs)]
         if not members:
             raise UnitError(f"group {name!r} matches no eligible operator: {list(globs)!r}")
         for operator in members:
@@ -414,6 +442,21 @@ _NO_GRADIENT: dict[str, str] = {
     "adapter": "unit {!r} has no trainable adapter ({} of {} units), so it has no gradient to watch: leave it out with "
     "exclude=..., give it one (target_modules of peft), or pass watch='output_grad'",
 }
+
+
+def _check_shared_adapters(units: Sequence[Unit]) -> None:
+    """Refuse units that have a part of the experts of one adapter: PEFT keeps one for all that are stacked."""
+    for unit in units:
+        rows: dict[tuple[nn.Module, str], set[int]] = {}
+        for operator in unit.operators:
+            expert = operator.module
+            if isinstance(expert, ExpertLinear):
+                rows.setdefault((expert.host, expert.projection), set()).add(expert.row)
+        if any(len(found) < len(experts_of(host)) for (host, _), found in rows.items()):
+            raise UnitError(
+                f"the adapter of unit {unit.name!r} is one with that of all experts of its layer, so it says nothing "
+                "of this expert: pass granularity='block', or watch='output_grad'"
+            )
 
 
 def _other_watch(operators: list[Operator], watch: Watch) -> str:

@@ -748,3 +748,29 @@ def test_settings_are_described():
     paths = gnmr.Int8(outliers=6.0, frozen="dequantize")
     assert paths.describe() == {"kind": "Int8", "outliers": 6.0, "backward": "high", "frozen": "dequantize"}
     assert repr(paths) == "Int8(outliers=6.0, backward='high', frozen='dequantize')"
+
+
+class Shifted(nn.Module):
+    """A parametrization: the weight that the model runs on is made at each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(()))
+
+    def forward(self, weight):
+        return weight + self.shift
+
+
+def test_a_weight_that_is_computed_at_each_forward_is_quantised_at_each():
+    module = linear(frozen=True)
+    nn.utils.parametrize.register_parametrization(module, "weight", Shifted())
+    module.requires_grad_(False)
+    paths = gnmr.Int8()
+    one(paths, module)
+    x = batch(width=17)
+    before = module(x)
+    module.parametrizations.weight[0].shift.fill_(1.0)
+    after = module(x)
+
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, before + x.sum(dim=-1, keepdim=True), atol=0.2, rtol=0.05)
