@@ -49,6 +49,7 @@ bench: $(DEV)  ## The measurements of benchmarks/README.md; nothing else should 
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/guard.py
 	$(BIN)/python benchmarks/triggers.py
+	$(BIN)/python benchmarks/int8.py
 
 gpu-check: $(DEV)  ## The tests that need a GPU; an error if none of them ran
 	$(BIN)/python -m pytest tests/gpu --gpu-must-run

@@ -15,15 +15,20 @@ README = Path(__file__).with_name("README.md")
 
 def write(name: str, section: str, path: Path = README) -> None:
     """Replace the part of a page between the markers of a benchmark, or add it."""
-    begin, end = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
     text = path.read_text() if path.exists() else "# Benchmarks\n"
-    block = f"{begin}\n{section}\n{end}"
-    if begin in text:
-        head, rest = text.split(begin)
-        text = head + block + rest.split(end)[1]
-    else:
-        text = f"{text.rstrip()}\n\n{block}\n"
-    path.write_text(text)
+    begin, end = _marks(name)
+    block, before = f"{begin}\n{section}\n{end}", written(name, path)
+    path.write_text(text.replace(before, block) if before else f"{text.rstrip()}\n\n{block}\n")
+
+
+def written(name: str, path: Path) -> str:
+    """Return the part of a page that a benchmark has written, with its markers; nothing if it has not."""
+    text, (begin, end) = path.read_text() if path.exists() else "", _marks(name)
+    return text[text.index(begin) : text.index(end) + len(end)] if begin in text else ""
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name} begins -->", f"<!-- {name} ends -->"
 
 
 def machine() -> str:

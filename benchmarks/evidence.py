@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib import pyplot as plt
 
+from common import written
 from gnmr._io import write_text
 from gnmr.lab.runs import read_json
 from gnmr.lab.tables import machine
@@ -70,16 +71,9 @@ def main() -> None:
     for subject, others in SUBJECTS.items():
         parts.append(pairs(subject, others, regimes))
     parts += ["## What was wanted of `gap`, and what was found", goals(regimes)]
-    parts += kept(DOCS / "evidence.md")
-    write_text(DOCS / "evidence.md", "\n\n".join(parts) + "\n")
+    parts.append(written("finetune.py", DOCS / "evidence.md"))
+    write_text(DOCS / "evidence.md", "\n\n".join(filter(None, parts)) + "\n")
     print(f"{DOCS / 'evidence.md'} is rewritten")
-
-
-def kept(page: Path) -> list[str]:
-    """Return what `finetune.py` has written into the page."""
-    marks = "<!-- finetune.py begins -->", "<!-- finetune.py ends -->"
-    text = page.read_text() if page.exists() else ""
-    return [text[text.index(marks[0]) : text.index(marks[1]) + len(marks[1])]] if marks[0] in text else []
 
 
 def table(regime: Regime) -> str:

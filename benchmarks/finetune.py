@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs" / "finetune"
 EVALUATION = RUNS / "evaluation"
 BASE = "base"
-SHOWN = {"acc": "accuracy", "exact_match": "exact match", "perplexity": "perplexity"}
+SHOWN = {"acc": "accuracy", "exact_match_flexible": "exact match", "perplexity": "perplexity"}
 Values = Mapping[tuple[str, str], list[float]]
 
 

@@ -14,7 +14,7 @@ from gnmr.lab.data import load_corpus
 from gnmr.lab.instructions import IGNORED, Instructions, encode_rows
 from gnmr.lab.pretrained import byte_tokenizer, load_pretrained
 from gnmr.lab.recipe import load_recipe
-from gnmr.lab.sections import Data
+from gnmr.lab.sections import Data, Units
 from gnmr.lab.train import InterruptedRunError, train_arm
 from gnmr.trace import read_trace
 
@@ -128,6 +128,16 @@ def test_layers_are_watched_at_their_outputs(base, rows, tmp_path):
 
     assert trace.observed.all()
     assert (trace.norm > 0).all()
+
+
+def test_a_whole_model_that_was_trained_on_keeps_its_tokenizer(base, rows, tmp_path):
+    recipe = recipe_of(base, rows, "run.steps=2", "run.eval_every=2")
+    recipe = recipe.model_copy(update={"adapter": None, "units": Units()})
+    train(recipe, tmp_path / "gnmr-s0")
+    loaded = load_pretrained(tmp_path / "gnmr-s0")
+
+    assert loaded.tokenizer.encode("1 + 1?") == byte_tokenizer().encode("1 + 1?")
+    assert (tmp_path / "gnmr-s0" / "model" / "model.safetensors").exists()
 
 
 def test_the_same_seed_begins_with_the_same_adapters(base, rows):

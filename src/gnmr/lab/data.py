@@ -101,9 +101,7 @@ def load_corpus(recipe: Recipe, seed: int) -> Corpus:
         gnmr.RecipeError: a file that is missing, empty, unreadable or too short, or a column that is not there; with
             the path and the fix.
     """
-    data, run = recipe.data, recipe.run
-    if data.tokenizer == "model":
-        data = data.model_copy(update={"tokenizer": recipe.model.name_or_path})
+    data, run = recipe.text, recipe.run
     count = run.steps * run.batch_size * run.gradient_accumulation
     if data.format == "instruction":
         return _instructions(data, count, seed)

@@ -273,11 +273,11 @@ def _tokenizer_of_run(folder: Path) -> Any:
     from gnmr.lab.recipe import load_recipe
     from gnmr.lab.tokens import FastTokenizer
 
-    data = load_recipe(folder / runs.RECIPE).data
+    data = load_recipe(folder / runs.RECIPE).text
     if data.tokenizer == "bytes":
         return byte_tokenizer()
     if data.tokenizer != "bpe":
-        return _tokenizer_of(data.tokenizer)
+        return load_tokenizer(data.tokenizer)
     trained, wanted = training_tokenizer(data), runs.read_json(folder / runs.ENVIRONMENT)["data"]["tokenizer"]
     assert isinstance(trained, FastTokenizer)  # noqa: S101 (the recipe says so)
     if trained.name != wanted:

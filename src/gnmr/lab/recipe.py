@@ -92,6 +92,13 @@ class Recipe(Section):
         return self
 
     @property
+    def text(self) -> Data:
+        """The section ``data``, with the tokenizer ``model`` by its own name."""
+        if self.data.tokenizer != "model":
+            return self.data
+        return self.data.model_copy(update={"tokenizer": self.model.name_or_path})
+
+    @property
     def folder(self) -> Path:
         """Where its runs lie under ``runs/``: each scale has a folder of its own."""
         return Path(self.name) / (self.scale or "")

@@ -95,7 +95,7 @@ class Slot:
         param = self.param
         if isinstance(param, DequantizedWeight):
             return param.rows
-        # One that is computed at each forward (a parametrization, PEFT's adapter of a parameter) has no version to go by.
+        # What is computed at each forward (a parametrization, PEFT's adapter of a parameter) has no version to go by.
         told = isinstance(param, nn.Parameter) and not param.is_inference()
         # Frozen ones move between host and device, and are the same.
         version = (param._version, param.data_ptr() if param.requires_grad else 0) if told else None
